@@ -1,0 +1,120 @@
+"""The command line: comlrl-ds train | plan | evaluate | demo-model.
+
+Exit codes: 0 done (also when there was nothing to learn from), 1 the run failed, 2 something that the user wrote is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from comlrl_ds import __version__
+from comlrl_ds.config.errors import ConfigError, Problem
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `comlrl-ds` and of `python -m comlrl_ds`."""
+    # The deepspeed launcher puts --local_rank=N wherever it likes; the environment says the same.
+    words = [w for w in (sys.argv[1:] if argv is None else argv) if not re.fullmatch(r"--local[_-]rank=\d+", w)]
+    options = _parser().parse_args(words)
+    _calm_threads()
+    try:
+        options.run(options)
+    except ConfigError as error:
+        count = len(error.problems)
+        print(f"comlrl-ds: {count} problem{'s' * (count > 1)}", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("comlrl-ds: interrupted", file=sys.stderr)
+        return 130
+    except (RuntimeError, ValueError, OSError) as error:
+        if os.environ.get("COMLRL_DS_TRACEBACK"):
+            traceback.print_exc()
+        print(f"comlrl-ds: {type(error).__name__}: {error}", file=sys.stderr)
+        print("comlrl-ds: set COMLRL_DS_TRACEBACK=1 for the full traceback", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _calm_threads() -> None:
+    """Before torch is imported: OpenMP threads that wait must not spin, since trainer and engines share the cores."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
+        os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="comlrl-ds", description="Train teams of LLM agents from preferences between their joint responses.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    overrides = {"nargs": "*", "metavar": "path.to.setting=value", "help": "settings that differ from the file"}
+    train = command("train", _train, "train as a run file says")
+    train.add_argument("run_file", type=Path)
+    train.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    plan = command("plan", _plan, "check a run file and show what it would do; loads no model")
+    plan.add_argument("run_file", type=Path)
+    plan.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    evaluate = command("evaluate", _evaluate, "task reward of trained agents on the run file's held-out tasks")
+    evaluate.add_argument("run_file", type=Path)
+    evaluate.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    evaluate.add_argument("--policy", type=Path, required=True, metavar="DIR", help="folder with agent_0, agent_1 …")
+    demo = command("demo-model", _demo_model, "write SmolLM2-135M-Instruct as a Hugging Face folder")
+    demo.add_argument("folder", type=Path)
+    return parser
+
+
+def _build(options: argparse.Namespace, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
+    from comlrl_ds.config.run_file import load_run_file
+    from comlrl_ds.trainers.from_file import build_trainer
+
+    run_file = load_run_file(options.run_file, options.overrides)
+    return build_trainer(run_file, options.run_file, agents=agents, verbose=verbose)
+
+
+def _train(options: argparse.Namespace) -> None:
+    with _build(options) as trainer:
+        trainer.train()
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    trainer = _build(options)
+    table = Table(title=f"{options.run_file}: no problems", show_header=False)
+    for name, value in trainer.describe().items():
+        table.add_row(name, str(value))
+    Console(soft_wrap=True).print(table)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    folders = sorted(options.policy.glob("agent_*"), key=lambda f: int(f.name.removeprefix("agent_")))
+    if not folders:
+        raise ConfigError(Problem("--policy", f"{str(options.policy)!r} has no agent_0, agent_1 …; give a folder such as runs/NAME/final"))
+    with _build(options, [str(f) for f in folders]) as trainer:
+        if trainer.eval_dataset is None:
+            raise ConfigError(Problem("task.eval_dataset", "required to evaluate"))
+        trainer.train_dataset = None  # nothing is trained, so no actor is loaded
+        trainer.evaluate()
+        trainer.display.reward_table([(str(options.policy), trainer.last_evaluation)])
+
+
+def _demo_model(options: argparse.Namespace) -> None:
+    from comlrl_ds.tasks.demo_model import write_demo_model
+
+    print(f"the demo model is in {write_demo_model(options.folder)}")

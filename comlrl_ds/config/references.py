@@ -1,0 +1,66 @@
+"""`package.module:attribute` and `file.py:attribute`: how a run file names Python objects."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from comlrl_ds.config.errors import ConfigError, Problem, nearest
+
+
+def resolve(reference: str, path: str, base: Path) -> Any:
+    """The object that a reference names.
+
+    Args:
+        reference: "package.module:attribute" or "file.py:attribute"; a relative file is looked up from `base`.
+        path: place in the run file, for the error.
+        base: folder of the run file, then the working directory.
+    """
+    module_name, colon, attribute = reference.rpartition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(Problem(path, f"{reference!r} names no object; write 'package.module:attribute' or 'file.py:attribute'"))
+    module = _load_file(module_name, path, base) if module_name.endswith(".py") else _load_module(module_name, path)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+            raise ConfigError(Problem(path, f"{module_name!r} has no {part!r}{nearest(part, names)}"))
+        found = getattr(found, part)
+    return found
+
+
+def _load_module(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(Problem(path, f"no module named {error.name!r}; is it installed, or on PYTHONPATH?")) from None
+        raise ConfigError(Problem(path, f"importing {name!r} failed: {error}")) from error
+    except Exception as error:
+        raise ConfigError(Problem(path, f"importing {name!r} failed: {type(error).__name__}: {error}")) from error
+
+
+def _load_file(name: str, path: str, base: Path) -> ModuleType:
+    tried = [Path(name).expanduser()] if Path(name).expanduser().is_absolute() else [base / name, Path.cwd() / name]
+    file = next((f for f in tried if f.is_file()), None)
+    if file is None:
+        raise ConfigError(Problem(path, f"no file {name!r} (looked in {', '.join(str(f.parent) for f in tried)})"))
+    file = file.resolve()
+    key = f"comlrl_ds_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[key]
+        raise ConfigError(Problem(path, f"running {str(file)!r} failed: {type(error).__name__}: {error}")) from error
+    return module

@@ -1,0 +1,165 @@
+"""The run file: everything that a run needs, in one YAML file."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from comlrl_ds.config.errors import ConfigError, Problem, Settings, nearest, problems_of
+from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
+
+TRAINERS: dict[str, type[Settings]] = {"madpo": MADPOConfig}
+
+
+class AgentSection(Settings):
+    """One agent."""
+
+    model: str = Field(description="A Hugging Face repository or a local folder in its layout.")
+
+
+class TaskSection(Settings):
+    """Where tasks and scores come from; every value but the limits is 'package.module:attribute' or 'file.py:attribute'."""
+
+    dataset: str = Field(description="Training tasks: a sequence of mappings, or a callable that returns one.")
+    eval_dataset: str | None = Field(None, description="Tasks for evaluation.")
+    reward_func: str = Field(description="The oracle.")
+    reward_processor: str | None = Field(None, description="Maps each score.")
+    formatters: str | list[str] | None = Field(None, description="One for all agents, or one per agent; a name may point to a list.")
+    train_limit: Positive | None = Field(None, description="Use only the first so many training tasks.")
+
+
+class RolloutConfig(Settings):
+    """How completions are sampled."""
+
+    backend: Literal["vllm", "transformers"] = Field("vllm", description="transformers serves where vLLM is not installed.")
+    engines: Positive | None = Field(None, description="Engine processes; None: one per core (CPU) or one (GPU), at most 8.")
+    threads: Positive | None = Field(None, description="Threads per CPU engine; None: the cores divided by the engines.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: the actors' compute type.")
+    max_model_len: Positive | None = Field(None, description="Longest prompt + completion; None: the model's, at most 4096.")
+    max_num_seqs: Positive = Field(256, description="Completions that an engine samples at the same time.")
+    kv_cache_bytes: Positive | None = Field(None, description="KV cache per CPU engine; None: 1 GiB.")
+    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="Share of a GPU that an engine may take.")
+    start_timeout_s: Positive = Field(600, description="Longest start of an engine.")
+    timeout_s: Positive = Field(600, description="Longest silence of a working engine before the run ends.")
+    verify_sync: bool = Field(True, description="Check after each sync that the engine answers with changed weights.")
+
+
+class RunSection(Settings):
+    """The run itself."""
+
+    dir: str | None = Field(None, description="Where results go; None: runs/<name of the file>-<date and time>.")
+    seed: NonNegative = Field(0, description="Everything random follows from it.")
+    report_to: list[Literal["tensorboard"]] = Field(default_factory=list, description="Trackers beside metrics.jsonl.")
+
+
+class RunFile(Settings):
+    """A whole run file."""
+
+    trainer: Literal["madpo"] = Field(description="The algorithm.")
+    agents: list[AgentSection] = Field(min_length=1, description="The team, in order.")
+    task: TaskSection
+    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the trainer.")
+    deepspeed: str | dict[str, Any] | None = Field(None, description="A DeepSpeed JSON file or its content, for every actor.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Compute type of the actors; masters are fp32 always.")
+    attn_implementation: str | None = Field("sdpa", description="Attention of the actors; null is the model's default.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    run: RunSection = Field(default_factory=RunSection)
+
+    @property
+    def trainer_config(self) -> Any:
+        """`args` as the trainer's settings; `num_agents` follows from `agents`."""
+        return TRAINERS[self.trainer](**{"num_agents": len(self.agents)} | self.args)
+
+
+def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFile:
+    """Read, override and check a run file.
+
+    Args:
+        file: YAML file.
+        overrides: "path.to.setting=value" as on the command line; the value is read as YAML.
+
+    Raises:
+        ConfigError: with every problem of the file and of the overrides.
+    """
+    file = Path(file)
+    problems: list[Problem] = []
+    try:
+        data = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(Problem(str(file), "no such file")) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(Problem(str(file), f"not YAML: {' '.join(str(error).split())}")) from None
+    if not isinstance(data, dict):
+        raise ConfigError(Problem(str(file), "must be a mapping with trainer, agents, task …"))
+    for text in overrides or []:
+        try:
+            _override(data, text)
+        except ConfigError as error:
+            problems += error.problems
+    run_file = None
+    try:
+        run_file = RunFile.model_validate(data)
+    except ConfigError as error:
+        problems += error.problems
+    except ValidationError as error:
+        problems += problems_of(error, RunFile)
+    problems += _problems_in_args(data)
+    if problems or run_file is None:
+        raise ConfigError(problems)
+    if run_file.run.dir is None:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        run_file.run.dir = str(Path("runs") / f"{file.stem}-{stamp}")
+    return run_file
+
+
+def _problems_in_args(data: dict[str, Any]) -> list[Problem]:
+    """Problems under `args`, also when other sections are wrong, so that one look shows them all."""
+    kind, args, agents = data.get("trainer"), data.get("args") or {}, data.get("agents")
+    if kind not in TRAINERS or not isinstance(args, dict):
+        return []
+    count = len(agents) if isinstance(agents, list) and agents else args.get("num_agents", 2)
+    if args.get("num_agents", count) != count:
+        return [Problem("args.num_agents", f"{args['num_agents']} contradicts the {count} entries of agents; leave it out")]
+    try:
+        TRAINERS[kind](**{"num_agents": count} | args)
+    except ConfigError as error:
+        return error.under("args").problems
+    return []
+
+
+def _override(data: dict[str, Any], text: str) -> None:
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise ConfigError(Problem(text, "not an override; write path.to.setting=value"))
+    *parents, last = path.split(".")
+    place: Any = data
+    for part in parents:
+        place = _step(place, part, path)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        parsed = value
+    if isinstance(place, list):
+        _step(place, last, path)
+        place[int(last)] = parsed
+    else:
+        place[last] = parsed
+
+
+def _step(place: Any, part: str, path: str) -> Any:
+    if isinstance(place, list):
+        if not part.isdigit() or int(part) >= len(place):
+            raise ConfigError(Problem(path, f"{part!r} is no index of a list of {len(place)}"))
+        return place[int(part)]
+    inner = place.get(part)
+    if inner is None:
+        if place and part not in RunFile.model_fields and place.keys() & RunFile.model_fields.keys():
+            raise ConfigError(Problem(path, f"unknown section {part!r}{nearest(part, list(RunFile.model_fields))}"))
+        inner = place[part] = {}
+    if not isinstance(inner, dict | list):
+        raise ConfigError(Problem(path, f"{part!r} is {inner!r}, not a section"))
+    return inner

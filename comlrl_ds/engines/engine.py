@@ -1,0 +1,199 @@
+"""One model under one DeepSpeed engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
+from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
+from comlrl_ds.maths.logprobs import sum_by_side
+from comlrl_ds.maths.packing import Layout, MicroBatch, pack_sequences
+
+# Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+GATHER_BYTES = 64 << 20
+
+
+class PolicyEngine:
+    """An actor: scores pairs, learns, and gives its weights away.
+
+    A step is any number of (`score`, `backward`), then `step` or `discard`.
+
+    Args:
+        name: e.g. "actor.0", for messages.
+        lm: a transformers causal LM in the plan's compute type.
+        plan: from `plan_engine`.
+        layout: "auto", "shared" or "rows".
+        chunk: tokens that reach the vocabulary at once.
+        source: folder that the model came from.
+    """
+
+    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, source: str = "") -> None:
+        import deepspeed
+
+        self.name, self.plan, self.source = name, plan, source
+        self.scorer = Scorer(lm, chunk)
+        self.version = 0
+        fill_hidden_size(plan.config, lm.config.get_text_config().hidden_size)
+        optimizer, from_file = build_optimizer(self.scorer.parameters(), plan)
+        config = plan.config | ({"optimizer": plan.optimizer} if from_file else {})
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
+        )
+        self.device = str(self._engine.device)
+        self.world_size = int(self._engine.dp_world_size)
+        try:
+            self.layout: Layout = fit_to_model(
+                self.scorer, lambda batch: self._engine(**inputs_of(batch)), layout, PROBE_TOLERANCE[plan.dtype], self.device
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    # --- scoring
+    def score(self, batch: MicroBatch, pairs: int, *, grad: bool) -> Tensor:
+        """[pairs, 2] summed log-probs of winners and losers; with `grad` the graph stays for `backward`."""
+        batch = batch.to(self.device)
+        with torch.set_grad_enabled(grad):
+            return sum_by_side(self._engine(**inputs_of(batch)), batch.side, pairs)
+
+    @torch.no_grad()
+    def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p of every token of a row but its first."""
+        batch = pack_sequences(rows).to(self.device)
+        scores = self._engine(**inputs_of(batch))
+        return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
+
+    # --- learning
+    def backward(self, scores: Tensor, weights: Tensor) -> None:
+        """Gradient of Σ weights · scores, added to the step's. One backward per forward: at ZeRO-3 two open forwards
+        with two backwards give silently wrong gradients.
+
+        Args:
+            scores: [pairs, 2] from `score`. weights: [pairs, 2], ∂loss/∂score over the whole group's batch.
+        """
+        # DeepSpeed averages over the group's ranks; every rank holds a part of the sum.
+        self._engine.backward((scores * weights.to(scores)).sum() * self.world_size)
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the step's gradient before clipping; infinite if any of it is NaN or infinite."""
+        optimizer = self._engine.optimizer
+        if self.plan.stage == 3:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        else:
+            norm = optimizer.scaled_global_norm()
+        norm = float(norm) / float(optimizer.loss_scale)
+        return norm if math.isfinite(norm) and norm >= 0 else math.inf
+
+    def step(self) -> None:
+        """Clips, updates the fp32 masters and the compute weights, and advances the learning rate."""
+        self._engine.step()
+        if not self._engine.was_step_applied():
+            raise FloatingPointError(f"{self.name}: DeepSpeed skipped a step that was checked to be finite")
+        self.version += 1
+
+    def discard(self) -> None:
+        """Drops the step's gradient; weights, optimizer and learning rate stay as they were.
+
+        DeepSpeed clears every buffer of a step whose gradient is not finite, at each stage in its own way, so the
+        gradient is made so.
+        """
+        scores = self.score(pack_sequences([[0, 0]]), 1, grad=True)
+        self._engine.backward(scores.sum() * math.nan)
+        self._engine.step()
+        if self._engine.was_step_applied():
+            raise FloatingPointError(f"{self.name}: a step with a non-finite gradient was applied")
+
+    def start_schedule(self, total_steps: int) -> None:
+        """Builds the learning-rate schedule of the DeepSpeed file, now that the number of steps is known."""
+        scheduler = self.plan.scheduler
+        if scheduler is None:
+            return
+        from deepspeed.runtime import lr_schedules
+
+        kind = getattr(lr_schedules, scheduler["type"], None) or getattr(torch.optim.lr_scheduler, scheduler["type"], None)
+        if kind is None:
+            raise ValueError(f"deepspeed.scheduler.type: unknown schedule {scheduler['type']!r}")
+        known = {"total_num_steps": total_steps, "warmup_max_lr": self.plan.optimizer["params"]["lr"], "warmup_min_lr": 0.0}
+        params = {k: known.get(k, v) if v == "auto" else v for k, v in scheduler["params"].items()}
+        if params.get("warmup_num_steps") == "auto":
+            params["warmup_num_steps"] = max(1, round(0.1 * total_steps))
+        if unknown := [k for k, v in params.items() if v == "auto"]:
+            raise ValueError(f"deepspeed.scheduler.params.{unknown[0]}: 'auto' is not known here; write a value")
+        self._engine.lr_scheduler = kind(self._engine.optimizer, **params)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self._engine.optimizer.param_groups[0]["lr"])
+
+    # --- weights
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of every parameter, a tied head once, gathered in groups; a collective.
+
+        A group is gathered and released before any of it is handed on: a consumer that waits inside a gather would
+        make the ranks drift apart.
+        """
+        group: list[tuple[str, Any]] = []
+        size = 0
+        for name, p in self.scorer.named_parameters():
+            group.append((name.removeprefix("lm."), p))
+            size += getattr(p, "ds_numel", p.numel()) * p.element_size()
+            if size >= GATHER_BYTES:
+                yield from _gathered(group, dtype)
+                group, size = [], 0
+        yield from _gathered(group, dtype)
+
+    def save_pretrained(self, folder: Path, tokenizer: Any = None) -> None:
+        """Writes a Hugging Face folder (safetensors) in the compute type; a collective."""
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
+        if torch.distributed.get_rank() == 0:
+            lm = self.scorer.lm
+            if lm.config.tie_word_embeddings:
+                tied = {n: p for n, p in lm.named_parameters(remove_duplicate=False) if n not in state}
+                owners = {id(p): n for n, p in lm.named_parameters()}
+                state |= {n: state[owners[id(p)]] for n, p in tied.items()}
+            use_cache, lm.config.use_cache = lm.config.use_cache, True
+            lm.save_pretrained(folder, state_dict=state)
+            lm.config.use_cache = use_cache
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+
+def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+    sharded = [p for _, p in group if hasattr(p, "ds_id")]
+    if not sharded:
+        return [(n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in group]
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(sharded):
+        return [(n, p.detach().to(dtype or p.dtype, copy=True)) for n, p in group]
+
+
+def build_optimizer(parameters: Any, plan: EnginePlan) -> tuple[torch.optim.Optimizer | None, bool]:
+    """(optimizer, whether DeepSpeed builds it from the file instead).
+
+    torch's fused AdamW needs no C++ build and is several times faster on a CPU than its unfused form.
+    """
+    kind, params = plan.optimizer["type"].lower(), dict(plan.optimizer["params"])
+    for name in ("torch_adam", "adam_w_mode"):
+        params.pop(name, None)
+    if kind in ("adam", "adamw"):
+        # DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
+        decoupled = kind == "adamw" or plan.optimizer["params"].get("adam_w_mode", True)
+        params["betas"] = tuple(params.get("betas", (0.9, 0.999)))
+        offload = plan.config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
+        if offload:
+            plan.config.setdefault("zero_force_ds_cpu_optimizer", False)
+        made = torch.optim.AdamW if decoupled else torch.optim.Adam
+        return made(parameters, fused=True, **params), False
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, **params), False
+    return None, True

@@ -1,0 +1,79 @@
+"""Model sources: what a user may name, and the models that come from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from comlrl_ds.config.errors import ConfigError, Problem
+
+
+def local_folder(source: str, path: str) -> str:
+    """A model as a local folder: the folder itself, or a repository fetched into the hub's cache.
+
+    Raises:
+        ConfigError: neither a folder with a config and safetensors weights, nor a repository that can be fetched.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(Problem(path, f"{source!r} has no config.json; give a folder in Hugging Face layout"))
+        if not list(folder.glob("*.safetensors")):
+            raise ConfigError(Problem(path, f"{source!r} has no *.safetensors file; save the model with save_pretrained"))
+        return str(folder.resolve())
+    if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise ConfigError(Problem(path, f"no folder {source!r}"))
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+    except Exception as error:  # whatever the hub client raises: not found, gated, offline, no network
+        first = str(error).strip().splitlines()[0]
+        message = f"{source!r} is no folder here, and fetching it from the hub failed: {type(error).__name__}: {first}"
+        raise ConfigError(Problem(path, message)) from None
+
+
+def load_tokenizer(source: str, path: str) -> Any:
+    """The tokenizer beside a model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(Problem(path, f"no tokenizer in {source!r}: {first}")) from None
+
+
+def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a completion: the tokenizer's EOS (0 is an id like any other) and the model's own list."""
+    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    file = Path(source) / "generation_config.json"
+    if file.is_file():
+        listed = json.loads(file.read_text()).get("eos_token_id")
+        ids |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    return tuple(sorted(ids))
+
+
+def load_causal_lm(source: str, *, dtype: str, attn_implementation: str | None, dropout: bool) -> Any:
+    """A causal LM for training, on the CPU; DeepSpeed moves it.
+
+    Args:
+        dtype: compute type. dropout: keep the model's own; otherwise every dropout is set to 0.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    lm = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
+    lm.config.use_cache = False
+    if not dropout:
+        for module in lm.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            # Attention keeps its rate as a plain number, under one of these names.
+            for name in ("attention_dropout", "attn_dropout", "dropout_p", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)
+    return lm.train()

@@ -1,0 +1,101 @@
+"""A causal language model as a scorer: micro-batch in, log-probabilities of its target tokens out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comlrl_ds.maths.logprobs import additive_mask, token_logprobs
+from comlrl_ds.maths.packing import Layout, MicroBatch, PairTokens, pack
+
+
+class Scorer(nn.Module):
+    """Wraps a transformers causal LM.
+
+    Only the positions that predict a scored token reach the vocabulary projection, `chunk` at a time. Models whose
+    logits are more than head(hidden state) are scored through their own whole forward (`whole_logits`).
+    """
+
+    def __init__(self, lm: Any, chunk: int = 512) -> None:
+        super().__init__()
+        self.lm = lm
+        self.chunk = chunk
+        self.whole_logits = False
+
+    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor | None, at: Tensor, target: Tensor) -> Tensor:
+        """[N] log-probabilities; the arguments are `MicroBatch`'s."""
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        if visible is not None:
+            inputs["attention_mask"] = additive_mask(visible, self.lm.get_output_embeddings().weight.dtype)
+        if self.whole_logits:
+            logits = self.lm(**inputs).logits.flatten(0, 1)[at]
+            return token_logprobs(logits, target, lambda z: z, self.chunk)
+        hidden = self.lm.base_model(**inputs)[0].flatten(0, 1)[at]
+        return token_logprobs(hidden, target, self._head, self.chunk)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        logits = self.lm.get_output_embeddings()(hidden)
+        config = self.lm.config
+        if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / scaling
+        if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * scale
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma 2 and 3
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+def inputs_of(batch: MicroBatch) -> dict[str, Tensor | None]:
+    """The scorer's arguments."""
+    return {name: getattr(batch, name) for name in ("ids", "positions", "visible", "at", "target")}
+
+
+@torch.no_grad()
+def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, device: str) -> Layout:
+    """Finds out what the loaded model's forward takes, with one short probe.
+
+    The probe compares our head with the model's own logits, and the shared layout with plain rows.
+
+    Args:
+        score: runs the scorer on a micro-batch; a collective where the engine is sharded.
+        layout: "auto", or what the user insists on.
+        tolerance: largest difference of a token's log-prob that the compute type explains.
+
+    Returns:
+        The layout to use. Sets `scorer.whole_logits`.
+
+    Raises:
+        ValueError: the user insists on a layout that gives wrong numbers with this model.
+    """
+    vocabulary = scorer.lm.config.get_text_config().vocab_size
+    token = lambda k: (11 + 7919 * k) % vocabulary  # noqa: E731
+    pair = PairTokens([token(k) for k in range(7)], [token(k) for k in range(20, 25)], [token(k) for k in range(40, 49)])
+    rows = pack([pair], layout="rows", score_last_token=True).to(device)
+    scorer.whole_logits = True
+    own = score(rows)
+    scorer.whole_logits = False
+    try:
+        ours = score(rows)
+        scorer.whole_logits = (ours - own).abs().max().item() > tolerance
+    except (AttributeError, TypeError, RuntimeError):
+        scorer.whole_logits = True  # no usable base model; its own forward is right by definition
+    if layout == "rows" or (layout == "auto" and _mask_would_be_wrong(scorer.lm.config)):
+        return "rows"
+    shared = pack([pair], layout="shared", score_last_token=True).to(device)
+    try:
+        fits = (score(shared) - own).abs().max().item() <= tolerance
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        fits = False
+    if not fits and layout == "shared":
+        raise ValueError("args.row_layout: 'shared' gives other log-probs than plain rows with this model; write auto or rows")
+    return "shared" if fits else "rows"
+
+
+def _mask_would_be_wrong(config: Any) -> bool:
+    """A mask of ours replaces the window of sliding-window attention, which a short probe cannot notice."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    used = getattr(text, "use_sliding_window", True)
+    return bool(window) and used or config._attn_implementation not in ("sdpa", "eager")

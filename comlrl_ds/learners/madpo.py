@@ -1,0 +1,167 @@
+"""The MADPO update: one joint step of all actors on a batch of preference pairs.
+
+loss = −mean log σ(η Δ), Δ = Σ_i m_i over agents, m_i = log π_i(winner) − log π_i(loser). Agents exchange numbers only:
+every actor needs ∂loss/∂m_i = −η σ(−η Δ) / |batch|, which depends on the others through the joint margin.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from comlrl_ds.maths.losses import MadpoTerms, madpo_terms
+from comlrl_ds.maths.packing import PairTokens, pack, plan_micro_steps, row_length
+
+if TYPE_CHECKING:
+    from comlrl_ds.cluster import Cluster
+    from comlrl_ds.engines.engine import PolicyEngine
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in which a loss or a gradient was NaN or infinite."""
+
+
+@dataclass
+class StepReport:
+    """One optimizer step. Lists are per agent; [pairs] tensors are in the batch's order.
+
+    `culprit` is None for a step that was taken, else (agent, pair of the batch or None) of the first non-finite number.
+    """
+
+    loss: float
+    joint_margins: Tensor
+    margins: Tensor
+    winner_logprobs: list[float]
+    loser_logprobs: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    tokens: int
+    micro_steps: int
+    seconds: float
+    culprit: tuple[int, int | None] | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return self.culprit is not None
+
+
+@dataclass
+class MadpoLearner:
+    """Takes joint steps.
+
+    Args:
+        cluster: executes roles. actors: engine of each agent, by role name, in agent order.
+        eta: η of the loss. score_last_token: whether a completion's last token counts.
+        max_tokens: padded tokens of one forward, for the worst agent. max_pairs: bound on its pairs.
+        margin_pass: "auto" | "one_forward" | "two_pass".
+        free_bytes: memory that the graphs may take under "auto".
+    """
+
+    cluster: Cluster
+    actors: Mapping[str, PolicyEngine]
+    eta: float
+    score_last_token: bool = False
+    max_tokens: int = 2048
+    max_pairs: int | None = None
+    margin_pass: str = "auto"
+    free_bytes: Callable[[], int] = lambda: 1 << 62
+    _open: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(self, batch: Sequence[Sequence[PairTokens]]) -> StepReport:
+        """One step of every actor on a batch.
+
+        Args:
+            batch: [pairs][agents] token ids.
+        """
+        started = time.perf_counter()
+        plan = plan_micro_steps(self._lengths(batch), self.max_tokens, self.max_pairs, self._rows_per_pair())
+        agents, pairs = len(self.actors), len(batch)
+        scores = torch.zeros(agents, pairs, 2, dtype=torch.float64)
+        tokens = 0
+        two_pass = self._two_pass(batch, plan)
+        if two_pass:
+            for micro in plan:
+                tokens += self._forward(batch, micro, scores, grad=False)
+        for micro in plan:
+            tokens += self._forward(batch, micro, scores, grad=True, keep=two_pass)
+            if not two_pass and not torch.isfinite(scores[:, micro]).all():
+                break
+            terms = self._terms(scores[:, micro])
+            weights = terms.slope[:, None] * torch.tensor([1.0, -1.0], dtype=terms.slope.dtype) / pairs
+            self.cluster.run({role: self._backward_of(role, weights) for role in self.actors})
+        terms = self._terms(scores)
+        norms, culprit = self._finish(scores)
+        return StepReport(
+            loss=terms.loss.mean().item(), joint_margins=terms.joint_margin, margins=scores[..., 0] - scores[..., 1],
+            winner_logprobs=scores[..., 0].mean(1).tolist(), loser_logprobs=scores[..., 1].mean(1).tolist(), grad_norms=norms,
+            learning_rates=self._rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started, culprit=culprit,
+        )  # fmt: skip
+
+    def _terms(self, scores: Tensor) -> MadpoTerms:
+        return madpo_terms(scores[..., 0] - scores[..., 1], self.eta)
+
+    def _forward(self, batch: Any, micro: list[int], scores: Tensor, *, grad: bool, keep: bool = False) -> int:
+        """All actors score the micro-step's pairs; the numbers are exchanged. Returns tokens of the forwards.
+
+        With `keep` the numbers of an earlier pass stay: the gradient is taken at the margins that were exchanged.
+        """
+
+        def call(agent: int, role: str) -> Callable[[], tuple[list[list[float]], int]]:
+            def run() -> tuple[list[list[float]], int]:
+                engine = self.actors[role]
+                packed = pack([batch[k][agent] for k in micro], layout=engine.layout, score_last_token=self.score_last_token)
+                result = engine.score(packed, len(micro), grad=grad)
+                if grad:
+                    self._open[role] = result
+                return result.detach().double().tolist(), packed.padded_tokens
+
+            return run
+
+        results = self.cluster.run({role: call(i, role) for i, role in enumerate(self.actors)})
+        for i, (numbers, _) in enumerate(results.values()):
+            if not keep:
+                scores[i, micro] = torch.tensor(numbers, dtype=torch.float64)
+        return sum(n for _, n in results.values())
+
+    def _backward_of(self, role: str, weights: Tensor) -> Callable[[], None]:
+        return lambda: self.actors[role].backward(self._open.pop(role), weights)
+
+    def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
+        """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
+        self._open.clear()
+        self._rates = list(self.cluster.run({role: lambda e=e: e.learning_rate for role, e in self.actors.items()}).values())
+        bad = (~torch.isfinite(scores)).any(-1).nonzero()
+        culprit: tuple[int, int | None] | None = (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
+        norms = [math.inf] * len(self.actors)
+        if culprit is None:
+            norms = list(self.cluster.run({role: e.gradient_norm for role, e in self.actors.items()}).values())
+            broken = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
+            culprit = (broken[0], None) if broken else None
+        finish = {role: e.step if culprit is None else e.discard for role, e in self.actors.items()}
+        self.cluster.run(finish)
+        return norms, culprit
+
+    def _rows_per_pair(self) -> int:
+        return 1 if all(e.layout == "shared" for e in self.actors.values()) else 2
+
+    def _lengths(self, batch: Sequence[Sequence[PairTokens]]) -> list[list[int]]:
+        return [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
+
+    def _two_pass(self, batch: Sequence[Sequence[PairTokens]], plan: list[list[int]]) -> bool:
+        if self.margin_pass != "auto":
+            return self.margin_pass == "two_pass"
+        lengths = self._lengths(batch)
+        worst = max(max(max(lengths[k]) for k in micro) * len(micro) for micro in plan)
+        return sum(graph_bytes(e, worst) for e in self.actors.values()) > 0.5 * self.free_bytes()
+
+
+def graph_bytes(engine: PolicyEngine, tokens: int) -> int:
+    """Rough size of one forward's graph: about 34 values per token, layer and hidden unit (Korthikanti et al., 2022)."""
+    config = engine.scorer.lm.config.get_text_config()
+    return 34 * tokens * config.num_hidden_layers * config.hidden_size * (4 if engine.plan.dtype == "float32" else 2)

@@ -1,0 +1,1 @@
+"""Pure functions of numbers and tensors: no files, no processes, no distributed state."""

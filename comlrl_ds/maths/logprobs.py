@@ -1,0 +1,54 @@
+"""Log-probabilities of chosen tokens without ever holding the logits of a whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+
+def token_logprobs(hidden: Tensor, target: Tensor, head: Callable[[Tensor], Tensor], chunk: int) -> Tensor:
+    """log p(target) from hidden states, in nats: z[target] − logsumexp(z), z = head(hidden) in fp32 or wider.
+
+    Args:
+        hidden: [N, d], only the positions that predict a scored token.
+        target: [N] token ids.
+        head: the vocabulary projection, [n, d] → [n, V].
+        chunk: tokens that reach the vocabulary at once. With more of them and gradients on, a chunk's logits are
+            recomputed in backward, so peak memory is O(chunk · V) instead of O(N · V).
+
+    Returns:
+        [N], in fp32 (fp64 where the head computes in fp64).
+    """
+
+    def score(h: Tensor, t: Tensor) -> Tensor:
+        z = head(h)
+        z = z if z.dtype == torch.float64 else z.float()
+        return z.gather(-1, t[:, None])[:, 0] - z.logsumexp(-1)
+
+    if len(target) <= chunk:
+        return score(hidden, target)
+    parts = [
+        checkpoint(score, h, t, use_reentrant=False) if torch.is_grad_enabled() else score(h, t)
+        for h, t in zip(hidden.split(chunk), target.split(chunk))
+    ]
+    return torch.cat(parts)
+
+
+def sum_by_side(logprobs: Tensor, side: Tensor, pairs: int) -> Tensor:
+    """Σ of token log-probs per completion: [N] and [N] → [pairs, 2] (winner, loser). A side without tokens gives 0.
+
+    A sum, never a mean: a longer completion is a less probable one.
+    """
+    return logprobs.new_zeros(2 * pairs).index_add(0, side, logprobs).view(pairs, 2)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, W, W] bool → [B, 1, W, W]: 0 where visible, the dtype's minimum elsewhere.
+
+    Additive on purpose: the eager attention of transformers adds whatever mask it gets, so a bool mask is silently wrong.
+    """
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]

@@ -1,0 +1,159 @@
+"""From token ids of preference pairs to the micro-batches that a model scores.
+
+A *row* is one sequence of a micro-batch. In the shared layout a row is [prompt | winner | loser]: the prompt is computed
+once, the loser's positions restart after the prompt, and a mask hides the winner from it. In the rows layout a pair makes
+two ordinary rows [prompt | winner] and [prompt | loser], for models whose attention takes no such mask.
+
+A completion of n scored tokens needs only its first n−1 tokens as inputs, and position p−1 predicts its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["shared", "rows"]
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """Token ids of one agent's part of a pair: its own prompt and its two completions (EOS included if sampled)."""
+
+    prompt: Sequence[int]
+    winner: Sequence[int]
+    loser: Sequence[int]
+
+    def scored(self, score_last_token: bool) -> tuple[Sequence[int], Sequence[int]]:
+        """The tokens of (winner, loser) that count; all but the last unless `score_last_token`."""
+        return (self.winner, self.loser) if score_last_token else (self.winner[:-1], self.loser[:-1])
+
+
+@dataclass
+class MicroBatch:
+    """Inputs of one forward. B rows padded on the right to width W; N scored tokens in all.
+
+    ids, positions: [B, W] · visible: [B, W, W] bool (row, query, key) or None for plain causal rows ·
+    at: [N] flat indices into B·W of the positions that predict · target: [N] the predicted ids ·
+    side: [N] 2·pair + (0 winner, 1 loser), pair being the index within the micro-step.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    visible: Tensor | None
+    at: Tensor
+    target: Tensor
+    side: Tensor
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.ids.numel()
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        moved = (None if t is None else t.to(device) for t in vars(self).values())
+        return MicroBatch(*moved)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt: Sequence[int]
+    sides: tuple[tuple[int, Sequence[int]], ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + sum(len(tokens) - 1 for _, tokens in self.sides)
+
+
+def row_length(pair: PairTokens, score_last_token: bool) -> int:
+    """Tokens of the pair's shared row; a side without a scored token makes none."""
+    return _Row(pair.prompt, _sides(0, pair, score_last_token)).length
+
+
+def _sides(index: int, pair: PairTokens, score_last_token: bool) -> tuple[tuple[int, Sequence[int]], ...]:
+    return tuple((2 * index + s, tokens) for s, tokens in enumerate(pair.scored(score_last_token)) if len(tokens))
+
+
+def pack(pairs: Sequence[PairTokens], *, layout: Layout = "shared", score_last_token: bool = False) -> MicroBatch:
+    """One micro-batch of all pairs. Always at least one row, so that every rank runs the same number of forwards.
+
+    Raises:
+        ValueError: a pair with an empty prompt; nothing could predict its first token.
+    """
+    rows: list[_Row] = []
+    for k, pair in enumerate(pairs):
+        if not len(pair.prompt):
+            raise ValueError(f"pair {k}: empty prompt; a completion needs at least one prompt token to be scored")
+        sides = _sides(k, pair, score_last_token)
+        if layout == "rows":
+            rows += [_Row(pair.prompt, (side,)) for side in sides]
+        elif sides:
+            rows.append(_Row(pair.prompt, sides))
+    return _fill(rows or [_Row((0,), ())], layout)
+
+
+def _fill(rows: Sequence[_Row], layout: Layout) -> MicroBatch:
+    width = max(row.length for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    positions = torch.arange(width).repeat(len(rows), 1)
+    visible = torch.zeros(len(rows), width, width, dtype=torch.bool) if layout == "shared" else None
+    at: list[int] = []
+    target: list[int] = []
+    side: list[int] = []
+    for b, row in enumerate(rows):
+        p = end = len(row.prompt)
+        ids[b, :p] = torch.as_tensor(row.prompt)
+        if visible is not None:
+            visible[b].fill_diagonal_(True)  # padding sees itself, so that no softmax is over nothing
+            visible[b, :p, :p] = torch.ones(p, p, dtype=torch.bool).tril()
+        for name, tokens in row.sides:
+            n = len(tokens) - 1
+            stop = end + n
+            ids[b, end:stop] = torch.as_tensor(tokens[:n], dtype=torch.long)
+            positions[b, end:stop] = torch.arange(p, p + n)
+            if visible is not None:
+                visible[b, end:stop, :p] = True
+                visible[b, end:stop, end:stop] = torch.ones(n, n, dtype=torch.bool).tril()
+            base = b * width
+            at += [base + p - 1, *range(base + end, base + stop)]
+            target += [int(t) for t in tokens]
+            side += [name] * len(tokens)
+            end = stop
+    as_long = lambda values: torch.tensor(values, dtype=torch.long)  # noqa: E731
+    return MicroBatch(ids, positions, visible, as_long(at), as_long(target), as_long(side))
+
+
+def pack_sequences(rows: Sequence[Sequence[int]]) -> MicroBatch:
+    """Plain rows in which every token but a row's first is scored; `side` is 2·row. For probes and reference scores."""
+    whole = [_Row(row[:1], ((2 * k, row[1:]),)) for k, row in enumerate(rows)]
+    return _fill(whole, "rows")
+
+
+def plan_micro_steps(
+    lengths: Sequence[Sequence[int]], max_tokens: int, max_pairs: int | None = None, rows_per_pair: int = 1
+) -> list[list[int]]:
+    """The joint plan of one batch: which pairs make up each micro-step, the same for every agent.
+
+    Args:
+        lengths: [pairs][agents], tokens of the pair's longest row for that agent.
+        max_tokens: bound on rows × longest row of a micro-step, for the worst agent. A pair that alone exceeds it
+            still gets a micro-step of its own: it cannot be split.
+        max_pairs: bound on the pairs of a micro-step.
+        rows_per_pair: 1 in the shared layout, 2 in the rows layout.
+
+    Returns:
+        Disjoint lists of pair indices that cover the batch, of similar length within a list.
+    """
+    order = sorted(range(len(lengths)), key=lambda k: (max(lengths[k]), k))
+    steps: list[list[int]] = []
+    for k in order:
+        if steps:
+            now = [*steps[-1], k]
+            worst = max(max(lengths[j][i] for j in now) for i in range(len(lengths[k])))
+            if worst * len(now) * rows_per_pair <= max_tokens and len(now) <= (max_pairs or len(now)):
+                steps[-1].append(k)
+                continue
+        steps.append([k])
+    return steps

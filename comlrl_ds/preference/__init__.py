@@ -1,0 +1,1 @@
+"""Preference data: tasks to prompts, joint responses to scores, scores to pairs, pairs to files."""

@@ -1,0 +1,208 @@
+"""Joint responses of the team to tasks, scored by the oracle while the rest is still being sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from comlrl_ds.maths.seeds import generator_of, seed_of
+from comlrl_ds.preference.journal import Journal
+from comlrl_ds.preference.oracle import INVALID, Oracle, OracleError, Score
+from comlrl_ds.preference.prompts import JointPrompt
+from comlrl_ds.preference.records import PreferencePair, make_pair
+from comlrl_ds.preference.selection import count_ties, select_pairs
+from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, Sampling
+from comlrl_ds.rollout.pool import RolloutPool
+
+REQUESTS_PER_CHUNK = 4096
+
+
+class InvalidScoresError(RuntimeError):
+    """Too large a share of the oracle's scores is NaN or infinite."""
+
+
+@dataclass
+class SampledItem:
+    """One task with every agent's candidates: `completions` and `texts` are [agent][candidate], `scores` [candidate]."""
+
+    joint: JointPrompt
+    completions: list[list[Completion]]
+    texts: list[list[str]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[float]:
+        return [s.value for s in self.scores]
+
+
+@dataclass(frozen=True)
+class Team:
+    """What sampling has to know of the agents, one entry each."""
+
+    tokenizers: Sequence[Any]
+    token_limits: Sequence[int]
+    stop_ids: Sequence[tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        return len(self.tokenizers)
+
+
+def agent_name(agent: int) -> str:
+    """Name of an agent's policy."""
+    return f"agent_{agent}"
+
+
+class JointSampler:
+    """Samples and scores joint responses.
+
+    Args:
+        pool: the engines. team: the agents. oracle: the scores.
+        run_seed: each request's seed is a hash of (run seed, stream, round, task, agent, candidate).
+        oracle_on_error: "raise" ends the run; "invalid" counts the score as invalid.
+        chunk_items: tasks in one submission; None: as many as make about 4096 requests.
+    """
+
+    def __init__(
+        self, pool: RolloutPool, team: Team, oracle: Oracle, *, run_seed: int, oracle_on_error: str = "raise",
+        chunk_items: int | None = None,
+    ) -> None:  # fmt: skip
+        self._pool, self._team, self._oracle, self._run_seed = pool, team, oracle, run_seed
+        self._on_error, self._chunk_items = oracle_on_error, chunk_items
+        self.oracle_errors = 0
+
+    def sample(
+        self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str, round: int,
+        candidates: int, journal: Journal | None = None, progress: Callable[[int, int], None] | None = None,
+    ) -> list[SampledItem]:  # fmt: skip
+        """Every agent's `candidates` responses to each task, scored; the order of `prompts` is kept.
+
+        Args:
+            policies: weights by agent name.
+            stream: "target", "comparator" or "eval"; streams never share a seed.
+            journal: gets every completion and score as it arrives.
+            progress: told (tasks scored, tokens sampled).
+        """
+        done: list[SampledItem] = []
+        chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self._team.size))
+        with ThreadPoolExecutor(1, "oracle") as scorer:
+            jobs: dict[Future[list[Score]], SampledItem] = {}
+            try:
+                for start in range(0, len(prompts), chunk):
+                    part = [self._empty(joint, candidates) for joint in prompts[start : start + chunk]]
+                    done += part
+                    self._fill(part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress)
+                for job in list(jobs):
+                    self._take(job, jobs, round, journal, progress)
+            finally:
+                scorer.shutdown(cancel_futures=True)
+                if journal:
+                    journal.sync()
+        return done
+
+    def _empty(self, joint: JointPrompt, candidates: int) -> SampledItem:
+        return SampledItem(joint, [[None] * candidates for _ in range(self._team.size)])  # type: ignore[list-item]
+
+    def _fill(self, part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress) -> None:  # type: ignore[no-untyped-def]
+        """Samples one chunk; each task goes to the scorer as soon as its last completion is there."""
+        keys = [(s, i, j) for s in part for i in range(self._team.size) for j in range(candidates)]
+        requests = [
+            Request(
+                agent_name(i), s.joint.prompts[i].ids, self._team.token_limits[i],
+                seed_of(self._run_seed, stream, round, s.joint.index, i, j), self._team.stop_ids[i],
+            )
+            for s, i, j in keys
+        ]  # fmt: skip
+        missing = {id(s): candidates * self._team.size for s in part}
+        for k, completion in self._pool.generate(requests, policies, sampling):
+            sampled, agent, candidate = keys[k]
+            sampled.completions[agent][candidate] = completion
+            if journal:
+                journal.append(
+                    "completion", stream=stream, round=round, item=sampled.joint.index, agent=agent, candidate=candidate,
+                    seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason, version=completion.version,
+                )  # fmt: skip
+            missing[id(sampled)] -= 1
+            if not missing[id(sampled)]:
+                self._decode(sampled)
+                jobs[scorer.submit(self._score, sampled)] = sampled
+            for job in [job for job in jobs if job.done()]:
+                self._take(job, jobs, round, journal, progress)
+
+    def _decode(self, sampled: SampledItem) -> None:
+        sampled.texts = [
+            [tokenizer.decode(list(c.ids), skip_special_tokens=True) for c in row]
+            for tokenizer, row in zip(self._team.tokenizers, sampled.completions)
+        ]
+
+    def _score(self, sampled: SampledItem) -> list[Score]:
+        joint = sampled.joint
+        return [self._one_score(joint, [row[j] for row in sampled.texts]) for j in range(len(sampled.texts[0]))]
+
+    def _one_score(self, joint: JointPrompt, texts: list[str]) -> Score:
+        try:
+            return self._oracle.score(joint.item, joint.index, [p.text for p in joint.prompts], texts)
+        except OracleError:
+            if self._on_error == "raise":
+                raise
+            self.oracle_errors += 1
+            return INVALID
+
+    def _take(self, job, jobs, round, journal, progress) -> None:  # type: ignore[no-untyped-def]
+        sampled = jobs.pop(job)
+        sampled.scores = job.result()
+        if journal:
+            for j, score in enumerate(sampled.scores):
+                raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
+                journal.append("score", round=round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
+        if progress:
+            progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The pairs of a round, with what happened on the way."""
+
+    pairs: list[PreferencePair]
+    sampled: list[SampledItem]
+    ties: int
+    invalid: int
+    scores: int
+
+    @property
+    def score_mean(self) -> float:
+        finite = [s.value for item in self.sampled for s in item.scores if s.valid]
+        return math.fsum(finite) / len(finite) if finite else math.nan
+
+    def lengths(self, side: str) -> list[float]:
+        """Mean tokens of the winners' or losers' completions, per agent."""
+        agents = range(len(self.pairs[0].tokens)) if self.pairs else ()
+        return [sum(len(getattr(p.tokens[i], side)) for p in self.pairs) / len(self.pairs) for i in agents]
+
+
+def pairs_from(
+    sampled: Sequence[SampledItem], *, mode: str, cap: int | None, run_seed: int, round: int, max_invalid_fraction: float
+) -> Collected:
+    """Pairs of a base trainer's round: any two candidates of a task with different scores, selected per task.
+
+    Raises:
+        InvalidScoresError: more than `max_invalid_fraction` of the scores are NaN or infinite.
+    """
+    scores = [s for item in sampled for s in item.scores]
+    invalid = sum(not s.valid for s in scores)
+    if invalid > max_invalid_fraction * len(scores):
+        first = next(item.joint.index for item in sampled if any(not s.valid for s in item.scores))
+        raise InvalidScoresError(
+            f"{invalid} of {len(scores)} oracle scores are NaN or infinite (first at task {first}), more than"
+            f" max_invalid_fraction = {max_invalid_fraction} allows; the scores so far are in the journal"
+        )
+    pairs, ties = [], 0
+    for item in sampled:
+        values = [s.value if s.valid else math.nan for s in item.scores]
+        ties += count_ties(values)
+        generator = generator_of(run_seed, "pair_selection", round, item.joint.index)
+        pairs += [make_pair(item, w, l) for w, l in select_pairs(values, mode, cap, generator)]
+    return Collected(pairs, list(sampled), ties, invalid, len(scores))

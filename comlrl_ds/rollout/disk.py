@@ -1,0 +1,37 @@
+"""Models on disk as rollouts need them: which architecture a folder has, and its tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What may differ between two folders of one architecture.
+_IGNORED = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+
+
+def shape_of(source: str) -> str:
+    """Equal for folders whose weights an engine can exchange. A repository name that is no folder stands for itself."""
+    config = Path(source) / "config.json"
+    if not config.is_file():
+        return source
+    fields = {k: v for k, v in json.loads(config.read_text()).items() if k not in _IGNORED}
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def tensors_on_disk(source: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a folder's safetensors files, in a fixed order; a tied head, being the embedding, is left out."""
+    from safetensors import safe_open
+
+    folder = Path(source)
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False)
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in sorted(opened.keys()):
+                if not (tied and name == "lm_head.weight"):
+                    yield name, opened.get_tensor(name)

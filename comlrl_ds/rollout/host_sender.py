@@ -1,0 +1,115 @@
+"""Trainer half of the `host` weight transfer: tensors are copied into an anonymous memory file that the engine maps.
+
+An anonymous file needs no room in /dev/shm, 64 MB in many containers, and is gone with its process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from comlrl_ds.rollout.base import PolicyWeights, RolloutError, SyncReport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK_BYTES = 512 << 20
+
+
+class WeightClient(Protocol):
+    """The calls of vLLM's weight transfer that a sync makes."""
+
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self, version: str) -> dict[str, Any]: ...
+
+
+class HostSender:
+    """Sends whole models to one engine, and knows what it sent last: names, shapes, a digest of each tensor."""
+
+    def __init__(self, client: WeightClient, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._client, self._chunk_bytes = client, chunk_bytes
+        self._fd = os.memfd_create("weights")
+        self._size = 0
+        self._buffer: Any = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._digests: dict[str, int] = {}
+
+    def send(self, policy: PolicyWeights) -> tuple[SyncReport, list[list[float]]]:
+        """One sync. Returns the report and the engine's probe log-probs with the new weights.
+
+        Raises:
+            RolloutError: an empty tensor; other names or shapes than in the sync before; another version reported.
+        """
+        started = time.perf_counter()
+        shapes: dict[str, tuple[int, ...]] = {}
+        digests: dict[str, int] = {}
+        chunk: list[tuple[str, Tensor, int]] = []
+        used = total = 0
+        self._client.start_weight_update()
+        for name, tensor in _stream(policy):
+            if tensor.numel() == 0:
+                raise RolloutError(f"weight sync of {policy.name}: {name} is empty; was it gathered?")
+            shapes[name], digests[name] = tuple(tensor.shape), _digest(tensor)
+            if chunk and used + tensor.nbytes > self._chunk_bytes:
+                self._flush(chunk, used)
+                chunk, used = [], 0
+            chunk.append((name, tensor, used))
+            used += -(-tensor.nbytes // 64) * 64
+            total += tensor.nbytes
+        self._check_names(policy, shapes)
+        self._flush(chunk, used)
+        answer = self._client.finish_weight_update(policy.key)
+        if answer["version"] != policy.key:
+            raise RolloutError(f"weight sync of {policy.name}: sent version {policy.key!r}, the engine reports {answer['version']!r}")
+        changed = sum(self._digests.get(name) != d for name, d in digests.items()) / len(digests)
+        self._shapes, self._digests = shapes, digests
+        return SyncReport(time.perf_counter() - started, total, changed), answer["probe"]
+
+    def _check_names(self, policy: PolicyWeights, shapes: dict[str, tuple[int, ...]]) -> None:
+        if not shapes:
+            raise RolloutError(f"weight sync of {policy.name}: no tensors")
+        for name in sorted(self._shapes.keys() | shapes.keys()) if self._shapes else ():
+            old, new = self._shapes.get(name), shapes.get(name)
+            if old != new:
+                raise RolloutError(f"weight sync of {policy.name}: {name} was {old or 'absent'} in the sync before, now {new or 'missing'}")
+
+    def _flush(self, chunk: list[tuple[str, Tensor, int]], size: int) -> None:
+        import torch
+
+        if size > self._size:
+            self._buffer = None
+            os.ftruncate(self._fd, size)
+            self._size = size
+            self._buffer = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
+        for _, tensor, offset in chunk:
+            self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape), offset] for name, t, offset in chunk]
+        # The path names this process's open file; a process of the same user and PID namespace may map it.
+        self._client.update_weights({"path": f"/proc/{os.getpid()}/fd/{self._fd}", "tensors": described})
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._buffer = None
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _stream(policy: PolicyWeights) -> Iterable[tuple[str, Tensor]]:
+    if policy.tensors is not None:
+        return ((name, tensor.detach()) for name, tensor in policy.tensors())
+    from comlrl_ds.rollout.disk import tensors_on_disk
+
+    return tensors_on_disk(policy.source)
+
+
+def _digest(tensor: Tensor) -> int:
+    """A sum over the raw bits: cheap, and different after any training step that moved the tensor."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1)
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(words).sum(dtype=torch.int64))

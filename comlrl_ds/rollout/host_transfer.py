@@ -1,0 +1,90 @@
+"""Engine half of the `host` weight transfer: tensors arrive in a memory file that both processes map.
+
+Works on every device through vLLM's layerwise reload, which re-packs and re-quantises as the first load did.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader import reload as layerwise
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+
+@dataclass
+class HostInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class HostUpdate(WeightTransferUpdateInfo):
+    """A chunk: the file, and [name, dtype, shape, byte offset] of each tensor in it."""
+
+    path: str
+    tensors: list
+
+
+class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
+    init_info_cls, update_info_cls = HostInit, HostUpdate
+
+    def init_transfer_engine(self, init_info: HostInit) -> None:
+        self._expected: set[str] = set()
+        self._loaded: set[str] = set()
+
+    def shutdown(self) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        # Asked before the reload splits a tied head from its embedding: what is shared is listed, and sent, once.
+        self._expected = {name for name, _ in self.model.named_parameters()}
+        self._loaded = set()
+        layerwise.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict) -> None:
+        # Not the base class's: it ends with a synchronisation that a CPU does not have.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update: HostUpdate) -> None:
+        with open(update.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+            buffer = torch.frombuffer(shared, dtype=torch.uint8)
+
+            def view(dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
+                dtype = getattr(torch, dtype_name)
+                size = torch.Size(shape).numel() * dtype.itemsize
+                return buffer[offset : offset + size].view(dtype).view(shape)
+
+            loaded = self.model.load_weights((name, view(*rest)) for name, *rest in update.tensors)
+            self._loaded |= set(loaded or ())
+            _release_views(self.model)
+            del buffer
+
+    def finish_weight_update(self) -> None:
+        missing = sorted(self._expected - self._loaded)
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_head(self.model)
+        if missing:
+            raise ValueError(f"weight sync left {len(missing)} parameters of the engine without new values, e.g. {missing[0]!r}")
+
+
+def _release_views(model: torch.nn.Module) -> None:
+    """Layers that a chunk filled only in part still hold views of the mapping, which is about to go: copy those."""
+    for module in model.modules():
+        info = LAYERWISE_INFO.get(module)
+        for _, bound in info.loaded_weights if info else ():
+            for name, value in bound.arguments.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta and name != "param":
+                    bound.arguments[name] = value.clone()
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """On a CPU each linear computes with a packed copy; a tied head gets no weights of its own, so it keeps the old pack."""
+    embeddings = [m for m in model.modules() if type(m).__name__ == "VocabParallelEmbedding"]
+    for head in model.modules():
+        if type(head).__name__ != "ParallelLMHead":
+            continue
+        for embedding in embeddings:
+            if head.weight is embedding.weight and hasattr(embedding, "cpu_linear"):
+                head.cpu_linear = embedding.cpu_linear

@@ -1,0 +1,115 @@
+"""All engines of a run behind one `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+
+from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
+from comlrl_ds.rollout.schedule import Segment, schedule
+
+# Giving an engine other weights takes about as long as sampling so many tokens, for small and large models alike:
+# both are bound by the passes over the weights.
+SWAP_COST_TOKENS = 400.0
+
+
+class RolloutPool:
+    """Engines, and how work is spread over them.
+
+    Args:
+        engines: started engines.
+        shape_of: says of a model folder which architecture it has; engines take weights of their own only.
+        timeout_s: longest silence of all working engines.
+        on_sync: told (policy, engine index, report) after each sync.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        shape_of: Callable[[str], str],
+        timeout_s: float = 600,
+        on_sync: Callable[[PolicyWeights, int, SyncReport], None] | None = None,
+    ) -> None:
+        self.engines, self._shape_of, self._timeout_s, self._on_sync = list(engines), shape_of, timeout_s, on_sync
+        self.generated_tokens, self.generate_seconds = 0, 0.0
+
+    def generate(
+        self, requests: Sequence[Request], policies: dict[str, PolicyWeights], sampling: Sampling
+    ) -> Iterator[tuple[int, Completion]]:
+        """(index, completion) as completions finish; all engines work at the same time."""
+        if not requests:
+            return
+        by_key = {policies[r.policy].key: policies[r.policy] for r in requests}
+        plan = schedule(
+            [r.cost for r in requests],
+            [policies[r.policy].key for r in requests],
+            [e.held for e in self.engines],
+            {key: self.engines_for(policy) for key, policy in by_key.items()},
+            SWAP_COST_TOKENS,
+        )
+        started = time.perf_counter()
+        tokens = 0
+        waiting = {e: list(segments) for e, segments in zip(self.engines, plan) if segments}
+        current: dict[RolloutEngine, Segment] = {}
+
+        def begin(engine: RolloutEngine) -> None:
+            current[engine] = segment = waiting[engine].pop(0)
+            self.bring(engine, by_key[segment.key])
+            engine.submit([requests[k] for k in segment.indices], sampling)
+
+        # An engine that holds its weights already starts before another one is synced.
+        for engine in sorted(waiting, key=lambda e: waiting[e][0].key != e.held):
+            begin(engine)
+        while current:
+            for engine in self._ready(list(current)):
+                finished = engine.receive()
+                segment = current[engine]
+                if finished is None:
+                    del current[engine]
+                    if waiting[engine]:
+                        begin(engine)
+                    continue
+                for k, completion in finished:
+                    tokens += len(completion.ids)
+                    yield segment.indices[k], completion
+        self.generated_tokens += tokens
+        self.generate_seconds += time.perf_counter() - started
+
+    def _ready(self, working: list[RolloutEngine]) -> list[RolloutEngine]:
+        """Those of the working engines whose `receive` will not wait for long."""
+        here = [e for e in working if e.connection is None]
+        if here:
+            return here
+        connections = {e.connection: e for e in working}
+        ready = wait([c for c in connections if c is not None], timeout=self._timeout_s)
+        if not ready:
+            raise RolloutError(f"no engine has answered for {self._timeout_s:.0f} s (rollout.timeout_s)")
+        return [connections[c] for c in ready]  # type: ignore[index]
+
+    def engines_for(self, policy: PolicyWeights) -> list[int]:
+        """Indices of the engines that have the policy's architecture."""
+        shape = self._shape_of(policy.source)
+        fitting = [k for k, e in enumerate(self.engines) if self._shape_of(e.source) == shape]
+        if not fitting:
+            raise RolloutError(f"no engine has the architecture of {policy.name} ({policy.source})")
+        return fitting
+
+    def bring(self, engine: RolloutEngine, policy: PolicyWeights) -> None:
+        """Makes the engine hold the policy's weights, unless it does."""
+        if engine.held == policy.key:
+            return
+        report = engine.sync_weights(policy)
+        if self._on_sync:
+            self._on_sync(policy, self.engines.index(engine), report)
+
+    def prompt_logprobs(self, policy: PolicyWeights, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of rows by an engine that holds the policy, the first that does so already if any."""
+        fitting = [self.engines[k] for k in self.engines_for(policy)]
+        engine = next((e for e in fitting if e.held == policy.key), fitting[0])
+        self.bring(engine, policy)
+        return engine.prompt_logprobs(rows)
+
+    def shutdown(self) -> None:
+        for engine in self.engines:
+            engine.shutdown()

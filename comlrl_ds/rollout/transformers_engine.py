@@ -1,0 +1,140 @@
+"""Rollouts by transformers' `generate`, in this process: where vLLM is not installed, and the reference in tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comlrl_ds.maths.packing import pack_sequences
+from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
+from comlrl_ds.rollout.disk import tensors_on_disk
+
+
+class TransformersEngine(RolloutEngine):
+    """One model copy that generates in batches, each request with a seed of its own.
+
+    Args:
+        source: folder of the model.
+        dtype: its compute type.
+        batch_size: requests per `generate`.
+    """
+
+    def __init__(self, source: str, *, dtype: torch.dtype, batch_size: int = 64, device: str = "cpu") -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.source = self.held = source
+        self._model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)
+        self._batch_size, self._device = batch_size, device
+        self._todo: list[tuple[int, Request]] = []
+        self._sampling = Sampling()
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        if self._todo:
+            raise RolloutError("a submission is still being generated")
+        # Prompts of similar length share a batch; `receive` takes from the end.
+        self._todo = sorted(enumerate(requests), key=lambda kr: (len(kr[1].prompt), kr[0]), reverse=True)
+        self._sampling = sampling
+
+    def receive(self) -> list[tuple[int, Completion]] | None:
+        if not self._todo:
+            return None
+        batch = [self._todo.pop() for _ in range(min(self._batch_size, len(self._todo)))]
+        return [(k, self._completion(ids, r)) for (k, r), ids in zip(batch, self._generate([r for _, r in batch]))]
+
+    def _completion(self, ids: list[int], request: Request) -> Completion:
+        ids = ids[: request.max_new_tokens]
+        end = next((n for n, t in enumerate(ids) if t in request.stop_ids and n >= self._least(request)), None)
+        reason = "length" if end is None else "stop"
+        return Completion(tuple(ids if end is None else ids[: end + 1]), reason, self.held)
+
+    def _least(self, request: Request) -> int:
+        return min(self._sampling.min_new_tokens, request.max_new_tokens)
+
+    @torch.no_grad()
+    def _generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        from transformers import GenerationConfig, LogitsProcessorList
+
+        width = max(len(r.prompt) for r in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for b, r in enumerate(requests):
+            ids[b, width - len(r.prompt) :] = torch.tensor(r.prompt)
+            mask[b, width - len(r.prompt) :] = 1
+        stops = sorted({t for r in requests for t in r.stop_ids})
+        generation = GenerationConfig(
+            do_sample=False, max_new_tokens=max(r.max_new_tokens for r in requests), eos_token_id=stops or None, pad_token_id=0,
+        )  # fmt: skip
+        least = [self._least(r) for r in requests]
+        sampler = SeededSampler(requests, self._sampling, width, least)
+        out = self._model.generate(
+            input_ids=ids.to(self._device), attention_mask=mask.to(self._device), generation_config=generation,
+            logits_processor=LogitsProcessorList([sampler]),
+        )  # fmt: skip
+        return out[:, width:].tolist()
+
+    @torch.no_grad()
+    def sync_weights(self, policy: PolicyWeights) -> SyncReport:
+        started = time.perf_counter()
+        own: dict[str, Tensor] = dict(self._model.named_parameters())
+        total = changed = 0
+        seen = set()
+        for name, tensor in policy.tensors() if policy.tensors else tensors_on_disk(policy.source):
+            if name not in own:
+                raise RolloutError(f"weight sync of {policy.name}: the engine has no {name}")
+            if own[name].shape != tensor.shape:
+                raise RolloutError(f"weight sync of {policy.name}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+            changed += not torch.equal(own[name], tensor.to(own[name].dtype))
+            own[name].copy_(tensor)
+            seen.add(name)
+            total += tensor.nbytes
+        if missing := sorted(own.keys() - seen):
+            raise RolloutError(f"weight sync of {policy.name}: {missing[0]} is missing")
+        self.held = policy.key
+        return SyncReport(time.perf_counter() - started, total, changed / len(seen))
+
+    @torch.no_grad()
+    def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        batch = pack_sequences(rows)
+        logits = self._model(input_ids=batch.ids, position_ids=batch.positions).logits.float().flatten(0, 1)[batch.at]
+        scores = logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
+        return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
+
+    def shutdown(self) -> None:
+        self._model = None
+
+
+class SeededSampler:
+    """Turns greedy search into seeded sampling: argmax(log p + Gumbel noise) is a draw from p.
+
+    Each row has a generator of its own, so a completion depends on its seed alone, never on its batch.
+    """
+
+    def __init__(self, requests: Sequence[Request], sampling: Sampling, prompt_width: int, least: Sequence[int]) -> None:
+        self._sampling, self._width, self._least = sampling, prompt_width, least
+        self._stops = [list(r.stop_ids) for r in requests]
+        self._generators = [torch.Generator().manual_seed(r.seed) for r in requests]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        s = self._sampling
+        scores = scores.float()
+        done = input_ids.shape[1] - self._width
+        for b, (stops, least) in enumerate(zip(self._stops, self._least)):
+            if done < least:
+                scores[b, stops] = -torch.inf
+        if s.temperature == 0:
+            return scores
+        scores = scores / s.temperature
+        if s.top_k:
+            least_kept = scores.topk(min(s.top_k, scores.shape[-1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least_kept, -torch.inf)
+        if s.top_p < 1:
+            ordered, order = scores.sort(descending=True)
+            p = ordered.softmax(-1)
+            cut = p.cumsum(-1) - p >= s.top_p  # the token that crosses top_p stays
+            scores = scores.masked_fill(cut.scatter(-1, order, cut), -torch.inf)
+        noise = torch.stack([torch.rand(scores.shape[-1], generator=g) for g in self._generators]).to(scores.device)
+        return scores - torch.log(-torch.log(noise.clamp_min(1e-20)))

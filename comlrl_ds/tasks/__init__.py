@@ -1,0 +1,1 @@
+"""Ready-made tasks with their oracles, and the demo model."""

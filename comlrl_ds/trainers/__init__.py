@@ -1,0 +1,1 @@
+"""Trainers: the loops, readable top to bottom."""

@@ -1,0 +1,138 @@
+"""The team that a user describes: models, tokenizers, formatters, oracle. Checked before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.preference.collection import Team
+from comlrl_ds.preference.oracle import Oracle
+from comlrl_ds.preference.prompts import Formatter, PromptBuilder, PromptError, check_formatters
+
+MODEL_KEYS = ("torch_dtype", "dtype", "attn_implementation", "model_kwargs", "critic_model_kwargs", "special_tokens")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What `model_config` may say of the actors."""
+
+    dtype: str = "auto"
+    attn_implementation: str | None = "sdpa"
+
+    @staticmethod
+    def read(value: Mapping[str, Any] | None) -> ModelConfig:
+        """The peer's dict, checked."""
+        value = dict(value or {})
+        problems = [Problem(f"model_config.{k}", f"unknown key; valid: {', '.join(MODEL_KEYS)}") for k in value if k not in MODEL_KEYS]
+        nested = dict(value.get("model_kwargs") or {})
+        dtype = str(value.get("dtype", value.get("torch_dtype", nested.get("torch_dtype", "auto")))).removeprefix("torch.")
+        dtype = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}.get(dtype, dtype)
+        if dtype not in ("auto", "bfloat16", "float16", "float32"):
+            problems.append(Problem("model_config.dtype", f"{dtype!r} is not one of auto, bfloat16, float16, float32"))
+        if value.get("special_tokens"):
+            problems.append(Problem("model_config.special_tokens", "add tokens to the model and its tokenizer before training"))
+        if problems:
+            raise ConfigError(problems)
+        return ModelConfig(dtype, value.get("attn_implementation", nested.get("attn_implementation", "sdpa")))
+
+
+def read_agents(agent_model: Any, agents: Sequence[Any] | None, num_agents: int) -> list[Any]:
+    """Model of each agent, from the peer's two arguments.
+
+    `agent_model` is one source for all; `agents` lists sources or model objects; both together must agree.
+    """
+    if agents is not None:
+        listed = list(agents)
+        if not listed:
+            raise ConfigError(Problem("agents", "empty; give one model per agent"))
+        if agent_model is not None and (len(listed) != num_agents or any(isinstance(a, str) and a != agent_model for a in listed)):
+            raise ConfigError(Problem("agents", f"contradicts agent_model = {agent_model!r}; give one of the two"))
+        return listed
+    if isinstance(agent_model, str | Path):
+        return [str(agent_model)] * num_agents
+    if agent_model is None:
+        raise ConfigError(Problem("agent_model", "required: a model for all agents, or agents = [one per agent]"))
+    raise ConfigError(Problem("agent_model", "a model object serves one agent; give agents = [one per agent]"))
+
+
+@dataclass
+class TeamSetup:
+    """Everything about the agents that needs no model in memory."""
+
+    sources: list[str]
+    team: Team
+    oracle: Oracle
+    formatters: list[Formatter]
+    prompt_limits: list[int]
+    args: MADPOConfig
+
+    def prompt_builder(self) -> PromptBuilder:
+        return PromptBuilder(self.team.tokenizers, self.formatters, self.prompt_limits, self.args.overlong_prompt)
+
+    def try_first_prompt(self, dataset: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Formats the first task, so that a formatter or template that cannot work ends the run here."""
+        if not len(dataset):
+            raise ConfigError(Problem(name, "has no task"))
+        if not isinstance(dataset[0], Mapping):
+            raise ConfigError(Problem(name, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
+        try:
+            PromptBuilder(self.team.tokenizers, self.formatters, [1 << 60] * self.team.size).build(dataset, [0])
+        except PromptError as error:
+            raise ConfigError(Problem(name, str(error))) from None
+
+
+def set_up_team(
+    sources: Sequence[str],
+    tokenizer: Any,
+    formatters: Formatter | Sequence[Formatter] | None,
+    reward_func: Callable[..., Any] | None,
+    reward_processor: Callable[[float], float] | None,
+    args: MADPOConfig,
+    rollout: RolloutConfig,
+) -> TeamSetup:
+    """Checks and loads what is light: tokenizers, formatters, the oracle's signature, token limits."""
+    from comlrl_ds.engines.loading import load_tokenizer, stop_ids
+    from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
+
+    problems: list[Problem] = []
+
+    def attempt(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    if rollout.backend == "vllm" and not vllm_is_installed():
+        problems.append(Problem("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers"))
+    given = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * len(sources)
+    if len(given) != len(sources):
+        raise ConfigError(Problem("tokenizer", f"{len(given)} tokenizers for {len(sources)} agents; give one, or {len(sources)}"))
+    loaded: dict[str, Any] = {}
+    for i, (source, own) in enumerate(zip(sources, given)):
+        if own is None:
+            if source not in loaded:
+                loaded[source] = attempt(lambda source=source, i=i: load_tokenizer(source, f"agents.{i}.model"))
+            given[i] = loaded[source]
+    checked = attempt(lambda: check_formatters(formatters, len(sources)))
+    if reward_func is None:
+        problems.append(Problem("reward_func", "required: a function that scores joint responses"))
+        oracle = None
+    else:
+        oracle = attempt(lambda: Oracle(reward_func, len(sources), reward_processor))
+    limits = [max_model_len(rollout, s) - n for s, n in zip(sources, args.token_limits)]
+    for i, limit in enumerate(limits):
+        if limit < 1:
+            longest = max_model_len(rollout, sources[i])
+            problems.append(
+                Problem("max_new_tokens", f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} (rollout.max_model_len)")
+            )
+    if problems or oracle is None or checked is None:
+        raise ConfigError(problems)
+    team = Team(given, args.token_limits, [stop_ids(s, t) for s, t in zip(sources, given)])
+    return TeamSetup(list(sources), team, oracle, checked, limits, args)
