@@ -53,7 +53,9 @@ def _calm_threads() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="comlrl-ds", description="Train teams of LLM agents from preferences between their joint responses.")
+    parser = argparse.ArgumentParser(
+        prog="comlrl-ds", description="Train teams of LLM agents from preferences between their joint responses."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -105,7 +107,9 @@ def _plan(options: argparse.Namespace) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     folders = sorted(options.policy.glob("agent_*"), key=lambda f: int(f.name.removeprefix("agent_")))
     if not folders:
-        raise ConfigError(Problem("--policy", f"{str(options.policy)!r} has no agent_0, agent_1 …; give a folder such as runs/NAME/final"))
+        raise ConfigError(
+            Problem("--policy", f"{str(options.policy)!r} has no agent_0, agent_1 …; give a folder such as runs/NAME/final")
+        )
     with _build(options, [str(f) for f in folders]) as trainer:
         if trainer.eval_dataset is None:
             raise ConfigError(Problem("task.eval_dataset", "required to evaluate"))

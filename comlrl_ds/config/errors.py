@@ -44,7 +44,9 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
     found: dict[str, Problem] = {}
     for e in error.errors(include_url=False):
         # pydantic adds the tried type of a union to the place; the user wrote no such thing.
-        path = ".".join(str(part) for part in e["loc"] if not str(part).startswith(("constrained-", "list[", "dict[", "str", "int")))
+        path = ".".join(
+            str(part) for part in e["loc"] if not str(part).startswith(("constrained-", "list[", "dict[", "str", "int"))
+        )
         written = repr(e["input"])
         written = written if len(written) <= 80 else written[:77] + "..."
         if e["type"] == "extra_forbidden":

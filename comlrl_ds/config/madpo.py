@@ -48,7 +48,8 @@ class MADPOConfig(Settings):
     )
     collaboration_mode: Literal["decentralized"] = Field("decentralized", description="One actor per agent.")
     overlong_prompt: Literal["error", "drop", "truncate_left"] = Field(
-        "error", description="A prompt that leaves no room for its completion: end, drop the task, or cut its start (addition)."
+        "error",
+        description="A prompt that leaves no room for its completion: end, drop the task, or cut its start (addition).",
     )
     oracle_on_error: Literal["raise", "invalid"] = Field(
         "raise", description="A reward function that raises: end the run, or count the score as invalid (addition)."
@@ -76,7 +77,8 @@ class MADPOConfig(Settings):
         " batch first and holds one graph at a time; auto takes one_forward where the graphs fit (addition).",
     )
     row_layout: Literal["auto", "shared", "rows"] = Field(
-        "auto", description="shared: winner and loser share one prompt; rows: one row each; auto: what the model takes (addition)."
+        "auto",
+        description="shared: winner and loser share one prompt; rows: one row each; auto: what the model takes (addition).",
     )
     logprob_chunk: Positive = Field(512, description="Tokens that reach the vocabulary at once (addition).")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward (addition).")
@@ -84,7 +86,9 @@ class MADPOConfig(Settings):
         None, description="Whether a completion's last token counts; None is the page's rule: no (addition)."
     )
     disable_dropout: bool = Field(True, description="Dropout off while log-probs are computed (addition).")
-    max_nonfinite_steps: Positive = Field(3, description="Steps skipped for a non-finite loss or gradient before the run ends (addition).")
+    max_nonfinite_steps: Positive = Field(
+        3, description="Steps skipped for a non-finite loss or gradient before the run ends (addition)."
+    )
 
     # --- evaluation and metrics
     eval_interval: NonNegative = Field(16, description="Updates between evaluations; 0 never evaluates while training.")
@@ -92,7 +96,9 @@ class MADPOConfig(Settings):
     eval_samples_per_item: Positive = Field(1, description="Joint responses per evaluated task (addition).")
     eval_batch_size: Positive = Field(1, description="Accepted for compatibility: evaluation is one batched submission.")
     eval_temperature: float | None = Field(None, ge=0, description="None: the sampling temperature; 0 is greedy (addition).")
-    logging_steps: Positive = Field(50, description="Least distance, in environment steps, of printed and reported training lines.")
+    logging_steps: Positive = Field(
+        50, description="Least distance, in environment steps, of printed and reported training lines."
+    )
     use_environment_step: bool = Field(True, description="Advance the environment step while training.")
     environment_steps_per_pair: Positive = Field(2, description="Environment steps per trained pair.")
 
@@ -133,7 +139,9 @@ class MADPOConfig(Settings):
             value = getattr(self, name)
             allowed = (self.num_agents,) if name == "max_new_tokens" else (1, self.num_agents)
             if isinstance(value, list) and len(value) not in allowed:
-                raise ValueError(f"{name}: a list of {len(value)} for {self.num_agents} agents; write one value or {self.num_agents}")
+                raise ValueError(
+                    f"{name}: a list of {len(value)} for {self.num_agents} agents; write one value or {self.num_agents}"
+                )
         return self
 
     @property

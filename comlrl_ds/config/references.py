@@ -23,7 +23,9 @@ def resolve(reference: str, path: str, base: Path) -> Any:
     """
     module_name, colon, attribute = reference.rpartition(":")
     if not colon or not module_name or not attribute:
-        raise ConfigError(Problem(path, f"{reference!r} names no object; write 'package.module:attribute' or 'file.py:attribute'"))
+        raise ConfigError(
+            Problem(path, f"{reference!r} names no object; write 'package.module:attribute' or 'file.py:attribute'")
+        )
     module = _load_file(module_name, path, base) if module_name.endswith(".py") else _load_module(module_name, path)
     found: Any = module
     for part in attribute.split("."):

@@ -28,7 +28,9 @@ class TaskSection(Settings):
     eval_dataset: str | None = Field(None, description="Tasks for evaluation.")
     reward_func: str = Field(description="The oracle.")
     reward_processor: str | None = Field(None, description="Maps each score.")
-    formatters: str | list[str] | None = Field(None, description="One for all agents, or one per agent; a name may point to a list.")
+    formatters: str | list[str] | None = Field(
+        None, description="One for all agents, or one per agent; a name may point to a list."
+    )
     train_limit: Positive | None = Field(None, description="Use only the first so many training tasks.")
 
 
@@ -64,7 +66,9 @@ class RunFile(Settings):
     task: TaskSection
     args: dict[str, Any] = Field(default_factory=dict, description="Settings of the trainer.")
     deepspeed: str | dict[str, Any] | None = Field(None, description="A DeepSpeed JSON file or its content, for every actor.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="Compute type of the actors; masters are fp32 always.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="Compute type of the actors; masters are fp32 always."
+    )
     attn_implementation: str | None = Field("sdpa", description="Attention of the actors; null is the model's default.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     run: RunSection = Field(default_factory=RunSection)

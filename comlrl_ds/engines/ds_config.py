@@ -16,7 +16,7 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Problem
 
 DTYPES = ("bfloat16", "float16", "float32")
-DEFAULT = {"zero_optimization": {"stage": 2}}
+DEFAULT = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000}}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ def plan_engine(user: Mapping[str, Any], numbers: TrainerNumbers) -> EnginePlan:
     if clip in ("auto", None):
         config["gradient_clipping"] = numbers.max_grad_norm or 0.0
     elif numbers.max_grad_norm is not None and clip != numbers.max_grad_norm:
-        problems.append(Problem("deepspeed.gradient_clipping", f"{clip} contradicts args.max_grad_norm = {numbers.max_grad_norm}"))
+        problems.append(
+            Problem("deepspeed.gradient_clipping", f"{clip} contradicts args.max_grad_norm = {numbers.max_grad_norm}")
+        )
     if config.get("managed_gradient_accumulation", False):
         problems.append(Problem("deepspeed.managed_gradient_accumulation", "must be false: the trainer ends the steps"))
     config["managed_gradient_accumulation"] = False
@@ -158,12 +160,17 @@ def _batch(config: dict[str, Any], numbers: TrainerNumbers, problems: list[Probl
     )
     world, wanted = numbers.world_size, numbers.batch_size
     if total is not None and total != wanted:
-        problems.append(Problem("deepspeed.train_batch_size", f"{total} contradicts args.train_batch_size = {wanted} pairs per step"))
+        problems.append(
+            Problem("deepspeed.train_batch_size", f"{total} contradicts args.train_batch_size = {wanted} pairs per step")
+        )
     if steps is not None and micro is None:
         micro = wanted // (steps * world) if wanted % (steps * world) == 0 else None
         if micro is None:
             problems.append(
-                Problem("deepspeed.gradient_accumulation_steps", f"{steps} on {world} ranks does not divide {wanted} pairs per step")
+                Problem(
+                    "deepspeed.gradient_accumulation_steps",
+                    f"{steps} on {world} ranks does not divide {wanted} pairs per step",
+                )
             )
     elif steps is not None and micro is not None and micro * steps * world != wanted:
         problems.append(
@@ -183,7 +190,10 @@ def _optimizer(config: dict[str, Any], numbers: TrainerNumbers, problems: list[P
     rate = params.get("lr", "auto")
     if rate not in ("auto", numbers.learning_rate):
         problems.append(
-            Problem("deepspeed.optimizer.params.lr", f"{rate} contradicts args.agent_learning_rate = {numbers.learning_rate}")
+            Problem(
+                "deepspeed.optimizer.params.lr",
+                f"{rate} contradicts args.agent_learning_rate = {numbers.learning_rate}",
+            )
         )
     params["lr"] = numbers.learning_rate
     defaults = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comlrl_ds.engines.boundary import StepBoundary
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
 from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
 from comlrl_ds.maths.logprobs import sum_by_side
@@ -34,7 +34,9 @@ class PolicyEngine:
         source: folder that the model came from.
     """
 
-    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, source: str = "") -> None:
+    def __init__(
+        self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, source: str = ""
+    ) -> None:
         import deepspeed
 
         self.name, self.plan, self.source = name, plan, source
@@ -46,11 +48,16 @@ class PolicyEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
         )
+        self._boundary = StepBoundary(self._engine, plan.stage)
         self.device = str(self._engine.device)
         self.world_size = int(self._engine.dp_world_size)
         try:
             self.layout: Layout = fit_to_model(
-                self.scorer, lambda batch: self._engine(**inputs_of(batch)), layout, PROBE_TOLERANCE[plan.dtype], self.device
+                self.scorer,
+                lambda batch: self._engine(**inputs_of(batch)),
+                layout,
+                PROBE_TOLERANCE[plan.dtype],
+                self.device,
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -82,34 +89,16 @@ class PolicyEngine:
 
     def gradient_norm(self) -> float:
         """L2 norm of the step's gradient before clipping; infinite if any of it is NaN or infinite."""
-        optimizer = self._engine.optimizer
-        if self.plan.stage == 3:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm = combine_grad_norm_groups(optimizer._get_norm_groups())
-        else:
-            norm = optimizer.scaled_global_norm()
-        norm = float(norm) / float(optimizer.loss_scale)
-        return norm if math.isfinite(norm) and norm >= 0 else math.inf
+        return self._boundary.norm()
 
     def step(self) -> None:
         """Clips, updates the fp32 masters and the compute weights, and advances the learning rate."""
-        self._engine.step()
-        if not self._engine.was_step_applied():
-            raise FloatingPointError(f"{self.name}: DeepSpeed skipped a step that was checked to be finite")
+        self._boundary.apply()
         self.version += 1
 
     def discard(self) -> None:
-        """Drops the step's gradient; weights, optimizer and learning rate stay as they were.
-
-        DeepSpeed clears every buffer of a step whose gradient is not finite, at each stage in its own way, so the
-        gradient is made so.
-        """
-        scores = self.score(pack_sequences([[0, 0]]), 1, grad=True)
-        self._engine.backward(scores.sum() * math.nan)
-        self._engine.step()
-        if self._engine.was_step_applied():
-            raise FloatingPointError(f"{self.name}: a step with a non-finite gradient was applied")
+        """Drops the step's gradient; weights, optimizer and learning rate stay as they were."""
+        self._boundary.skip()
 
     def start_schedule(self, total_steps: int) -> None:
         """Builds the learning-rate schedule of the DeepSpeed file, now that the number of steps is known."""
@@ -121,7 +110,11 @@ class PolicyEngine:
         kind = getattr(lr_schedules, scheduler["type"], None) or getattr(torch.optim.lr_scheduler, scheduler["type"], None)
         if kind is None:
             raise ValueError(f"deepspeed.scheduler.type: unknown schedule {scheduler['type']!r}")
-        known = {"total_num_steps": total_steps, "warmup_max_lr": self.plan.optimizer["params"]["lr"], "warmup_min_lr": 0.0}
+        known = {
+            "total_num_steps": total_steps,
+            "warmup_max_lr": self.plan.optimizer["params"]["lr"],
+            "warmup_min_lr": 0.0,
+        }
         params = {k: known.get(k, v) if v == "auto" else v for k, v in scheduler["params"].items()}
         if params.get("warmup_num_steps") == "auto":
             params["warmup_num_steps"] = max(1, round(0.1 * total_steps))
@@ -129,7 +122,6 @@ class PolicyEngine:
             raise ValueError(f"deepspeed.scheduler.params.{unknown[0]}: 'auto' is not known here; write a value")
         self._engine.lr_scheduler = kind(self._engine.optimizer, **params)
 
-    @property
     def learning_rate(self) -> float:
         """Of the next step."""
         return float(self._engine.optimizer.param_groups[0]["lr"])

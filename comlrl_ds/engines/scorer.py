@@ -98,4 +98,4 @@ def _mask_would_be_wrong(config: Any) -> bool:
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     used = getattr(text, "use_sliding_window", True)
-    return bool(window) and used or config._attn_implementation not in ("sdpa", "eager")
+    return (bool(window) and used) or config._attn_implementation not in ("sdpa", "eager")

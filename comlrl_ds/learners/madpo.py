@@ -72,6 +72,7 @@ class MadpoLearner:
     margin_pass: str = "auto"
     free_bytes: Callable[[], int] = lambda: 1 << 62
     _open: dict[str, Tensor] = field(default_factory=dict)
+    _rates: list[float] = field(default_factory=list)
 
     def step(self, batch: Sequence[Sequence[PairTokens]]) -> StepReport:
         """One step of every actor on a batch.
@@ -135,7 +136,7 @@ class MadpoLearner:
     def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
         """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
         self._open.clear()
-        self._rates = list(self.cluster.run({role: lambda e=e: e.learning_rate for role, e in self.actors.items()}).values())
+        self._rates = list(self.cluster.run({role: e.learning_rate for role, e in self.actors.items()}).values())
         bad = (~torch.isfinite(scores)).any(-1).nonzero()
         culprit: tuple[int, int | None] | None = (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
         norms = [math.inf] * len(self.actors)

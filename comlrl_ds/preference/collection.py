@@ -106,7 +106,7 @@ class JointSampler:
     def _empty(self, joint: JointPrompt, candidates: int) -> SampledItem:
         return SampledItem(joint, [[None] * candidates for _ in range(self._team.size)])  # type: ignore[list-item]
 
-    def _fill(self, part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress) -> None:  # type: ignore[no-untyped-def]
+    def _fill(self, part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress) -> None:
         """Samples one chunk; each task goes to the scorer as soon as its last completion is there."""
         keys = [(s, i, j) for s in part for i in range(self._team.size) for j in range(candidates)]
         requests = [
@@ -151,7 +151,7 @@ class JointSampler:
             self.oracle_errors += 1
             return INVALID
 
-    def _take(self, job, jobs, round, journal, progress) -> None:  # type: ignore[no-untyped-def]
+    def _take(self, job, jobs, round, journal, progress) -> None:
         sampled = jobs.pop(job)
         sampled.scores = job.result()
         if journal:
@@ -184,7 +184,13 @@ class Collected:
 
 
 def pairs_from(
-    sampled: Sequence[SampledItem], *, mode: str, cap: int | None, run_seed: int, round: int, max_invalid_fraction: float
+    sampled: Sequence[SampledItem],
+    *,
+    mode: str,
+    cap: int | None,
+    run_seed: int,
+    round: int,
+    max_invalid_fraction: float,
 ) -> Collected:
     """Pairs of a base trainer's round: any two candidates of a task with different scores, selected per task.
 
@@ -204,5 +210,5 @@ def pairs_from(
         values = [s.value if s.valid else math.nan for s in item.scores]
         ties += count_ties(values)
         generator = generator_of(run_seed, "pair_selection", round, item.joint.index)
-        pairs += [make_pair(item, w, l) for w, l in select_pairs(values, mode, cap, generator)]
+        pairs += [make_pair(item, w, lo) for w, lo in select_pairs(values, mode, cap, generator)]
     return Collected(pairs, list(sampled), ties, invalid, len(scores))

@@ -39,7 +39,9 @@ class Oracle:
     list or tensor the first value counts.
     """
 
-    def __init__(self, reward_func: Callable[..., Any], num_agents: int, reward_processor: Callable[[float], float] | None = None):
+    def __init__(
+        self, reward_func: Callable[..., Any], num_agents: int, reward_processor: Callable[[float], float] | None = None
+    ):
         if not callable(reward_func):
             raise ConfigError(Problem("reward_func", f"{reward_func!r} is not callable"))
         if reward_processor is not None and not callable(reward_processor):
@@ -50,7 +52,8 @@ class Oracle:
     def score(self, item: Mapping[str, Any], index: int, prompts: Sequence[str], completions: Sequence[str]) -> Score:
         """Score of one joint response (texts by agent) to the task at `index`."""
         lists = [[text] for text in completions]
-        args: list[Any] = {"lists": lists, "one": [lists], "prompts": [[prompts[0]], *lists], "single": [lists[0]]}[self._form]
+        forms: dict[str, list[Any]] = {"lists": lists, "one": [lists], "prompts": [[prompts[0]], *lists]}
+        args = forms[self._form]
         available = {"batch_items": [item], "prompts": [prompts[0]]}
         if self._form == "prompts":
             del available["prompts"]
@@ -79,7 +82,7 @@ def _calling_form(function: Callable[..., Any], n: int) -> tuple[str, set[str]]:
     plain = [p for p in positional if p.name not in context or p.kind is kinds.POSITIONAL_ONLY]
     required = [p for p in plain if p.default is kinds.empty]
     if any(len(group) == n for group in (plain, required)):
-        return ("lists" if n > 1 else "single"), keywords
+        return "lists", keywords
     if len(plain) == n + 1 or len(required) == n + 1 or (len(positional) == n + 1 and positional[0].name == "prompts"):
         return "prompts", keywords - {"prompts"}
     if len(required or plain) == 1 and n > 1:

@@ -64,7 +64,9 @@ class PromptBuilder:
         overlong: "error" | "drop" | "truncate_left".
     """
 
-    def __init__(self, tokenizers: Sequence[Any], formatters: Sequence[Formatter], limits: Sequence[int], overlong: str = "error"):
+    def __init__(
+        self, tokenizers: Sequence[Any], formatters: Sequence[Formatter], limits: Sequence[int], overlong: str = "error"
+    ):
         self.tokenizers, self.formatters, self.limits, self.overlong = tokenizers, formatters, limits, overlong
         self.dropped = self.truncated = 0
 
@@ -109,10 +111,18 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], whe
     bos = tokenizer.bos_token_id
     if isinstance(prompt, str):
         text, ids = prompt, list(tokenizer(prompt)["input_ids"])
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt):
+    elif (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+    ):
         if not getattr(tokenizer, "chat_template", None):
-            raise PromptError(f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string")
-        text = tokenizer.apply_chat_template([dict(m) for m in prompt], tokenize=False, add_generation_prompt=True)
+            raise PromptError(
+                f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string"
+            )
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in prompt if isinstance(m, Mapping)], tokenize=False, add_generation_prompt=True
+        )
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if bos is not None and ids[:1] != [bos] and list(tokenizer("")["input_ids"])[:1] == [bos]:
             ids = [bos, *ids]

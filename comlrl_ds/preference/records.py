@@ -69,9 +69,7 @@ def make_pair(sampled: SampledItem, winner: int, loser: int) -> PreferencePair:
         target_raw_reward=None,
         comparator_raw_reward=None,
         tokens=tuple(
-            PairTokens(
-                sampled.joint.prompts[i].ids, sampled.completions[i][winner].ids, sampled.completions[i][loser].ids
-            )
+            PairTokens(sampled.joint.prompts[i].ids, sampled.completions[i][winner].ids, sampled.completions[i][loser].ids)
             for i in agents
         ),
         item=sampled.joint.index,
@@ -117,9 +115,13 @@ def write_round(folder: Path, iteration: int, pairs: Sequence[PreferencePair], s
                 offsets.append(offsets[-1] + len(ids))
             tensors[f"agent_{i}.{name}_ids"] = torch.tensor([t for ids in sequences for t in ids], dtype=torch.int32)
             tensors[f"agent_{i}.{name}_offsets"] = as_int(offsets)
-        tensors[f"agent_{i}.finish"] = torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=torch.uint8)
+        tensors[f"agent_{i}.finish"] = torch.tensor(
+            [FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=torch.uint8
+        )
     file = folder / f"iteration_{iteration:04d}.json"
     write_atomically(file.with_suffix(".ids.safetensors"), save(tensors))
     content = {"iteration": iteration, "num_pairs": len(pairs), "pairs": [p.record() for p in pairs]}
-    write_atomically(file, json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace"))
+    write_atomically(
+        file, json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+    )
     return file

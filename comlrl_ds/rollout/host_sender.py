@@ -64,7 +64,9 @@ class HostSender:
         self._flush(chunk, used)
         answer = self._client.finish_weight_update(policy.key)
         if answer["version"] != policy.key:
-            raise RolloutError(f"weight sync of {policy.name}: sent version {policy.key!r}, the engine reports {answer['version']!r}")
+            raise RolloutError(
+                f"weight sync of {policy.name}: sent version {policy.key!r}, the engine reports {answer['version']!r}"
+            )
         changed = sum(self._digests.get(name) != d for name, d in digests.items()) / len(digests)
         self._shapes, self._digests = shapes, digests
         return SyncReport(time.perf_counter() - started, total, changed), answer["probe"]
@@ -75,7 +77,9 @@ class HostSender:
         for name in sorted(self._shapes.keys() | shapes.keys()) if self._shapes else ():
             old, new = self._shapes.get(name), shapes.get(name)
             if old != new:
-                raise RolloutError(f"weight sync of {policy.name}: {name} was {old or 'absent'} in the sync before, now {new or 'missing'}")
+                raise RolloutError(
+                    f"weight sync of {policy.name}: {name} was {old or 'absent'} in the sync before, now {new or 'missing'}"
+                )
 
     def _flush(self, chunk: list[tuple[str, Tensor, int]], size: int) -> None:
         import torch

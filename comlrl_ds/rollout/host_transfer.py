@@ -51,12 +51,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         with open(update.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
             buffer = torch.frombuffer(shared, dtype=torch.uint8)
 
-            def view(dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
-                dtype = getattr(torch, dtype_name)
-                size = torch.Size(shape).numel() * dtype.itemsize
-                return buffer[offset : offset + size].view(dtype).view(shape)
-
-            loaded = self.model.load_weights((name, view(*rest)) for name, *rest in update.tensors)
+            loaded = self.model.load_weights((name, _view(buffer, *rest)) for name, *rest in update.tensors)
             self._loaded |= set(loaded or ())
             _release_views(self.model)
             del buffer
@@ -66,7 +61,15 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_head(self.model)
         if missing:
-            raise ValueError(f"weight sync left {len(missing)} parameters of the engine without new values, e.g. {missing[0]!r}")
+            raise ValueError(
+                f"weight sync left {len(missing)} parameters of the engine without new values, e.g. {missing[0]!r}"
+            )
+
+
+def _view(buffer: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
+    dtype = getattr(torch, dtype_name)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    return buffer[offset : offset + size].view(dtype).view(shape)
 
 
 def _release_views(model: torch.nn.Module) -> None:

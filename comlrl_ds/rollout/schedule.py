@@ -61,7 +61,7 @@ def schedule(
     ]
 
 
-def _move_one(plan, costs, held, serves, swap_cost, load) -> bool:  # type: ignore[no-untyped-def]
+def _move_one(plan, costs, held, serves, swap_cost, load) -> bool:
     """Moves the tail of the largest segment that helps from the busiest engine to an idler one."""
     busiest = max(range(len(plan)), key=load)
     for key, part in sorted(plan[busiest].items(), key=lambda kv: -sum(costs[k] for k in kv[1])):

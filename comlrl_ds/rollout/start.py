@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
@@ -50,7 +49,9 @@ class Engines:
         log: file for what the children print; None is the trainer's own output.
     """
 
-    def __init__(self, config: RolloutConfig, sources: Sequence[str], *, device: str, dtype: str, log: Path | None = None) -> None:
+    def __init__(
+        self, config: RolloutConfig, sources: Sequence[str], *, device: str, dtype: str, log: Path | None = None
+    ) -> None:
         self._config = config
         shapes: dict[str, list[str]] = {}
         for source in sources:
@@ -69,7 +70,7 @@ class Engines:
 
             self._engines = [TransformersEngine(s, dtype=getattr(torch, dtype), device=device) for s in turns]
             return
-        threads = (config.threads or max(1, cores() // count)) if device == "cpu" else None
+        threads = threads_per_engine(config, count) if device == "cpu" else None
         output = open(log, "ab") if log else None  # noqa: SIM115
         for k, source in enumerate(turns):
             settings = engine_settings(
@@ -127,7 +128,14 @@ def _visible_devices() -> list[str]:
     return visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
 
 
-def describe(engines: int, config: RolloutConfig, device: str) -> dict[str, Any]:
+def describe(config: RolloutConfig, sources: Sequence[str], device: str) -> str:
     """What `plan` says about rollouts."""
-    threads = config.threads or max(1, cores() // engines)
-    return {"backend": config.backend, "engines": engines, "threads": threads if device == "cpu" else None}
+    count = engine_count(config, device, len({shape_of(s) for s in sources}))
+    each = f" of {threads_per_engine(config, count)} threads" if device == "cpu" and config.backend == "vllm" else ""
+    longest = min(max_model_len(config, s) for s in sources)
+    return f"{config.backend}, {count} engines{each}, sequences of up to {longest} tokens"
+
+
+def threads_per_engine(config: RolloutConfig, engines: int) -> int:
+    """OpenMP threads of each CPU engine."""
+    return config.threads or max(1, cores() // engines)

@@ -86,7 +86,9 @@ class TransformersEngine(RolloutEngine):
             if name not in own:
                 raise RolloutError(f"weight sync of {policy.name}: the engine has no {name}")
             if own[name].shape != tensor.shape:
-                raise RolloutError(f"weight sync of {policy.name}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+                raise RolloutError(
+                    f"weight sync of {policy.name}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
+                )
             changed += not torch.equal(own[name], tensor.to(own[name].dtype))
             own[name].copy_(tensor)
             seen.add(name)

@@ -24,7 +24,13 @@ def probe_rows(vocabulary: int) -> list[list[int]]:
 
 
 def engine_settings(
-    source: str, *, device: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None,
+    source: str,
+    *,
+    device: str,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_bytes: int | None,
     gpu_memory_utilization: float,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for an engine on this kind of device."""
@@ -95,7 +101,9 @@ class VLLMEngine(RolloutEngine):
                 if self.process.poll() is not None:
                     raise RolloutError(f"the engine for {self.source} {self._how_it_ended()} while starting") from None
                 if time.monotonic() > end:
-                    raise RolloutError(f"the engine for {self.source} does not listen after {self._start_timeout_s:.0f} s") from None
+                    raise RolloutError(
+                        f"the engine for {self.source} does not listen after {self._start_timeout_s:.0f} s"
+                    ) from None
                 time.sleep(0.05)
         self._probe = self._call("ready", timeout=max(1.0, end - time.monotonic()))["probe"]
 

@@ -33,7 +33,11 @@ def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None
 
     task = run_file.task
     named = task.formatters
-    formatters = [read(f, f"task.formatters.{i}") for i, f in enumerate(named)] if isinstance(named, list) else read(named, "task.formatters")
+    formatters = (
+        [read(f, f"task.formatters.{i}") for i, f in enumerate(named)]
+        if isinstance(named, list)
+        else read(named, "task.formatters")
+    )
     reward_func = read(task.reward_func, "task.reward_func")
     reward_processor = read(task.reward_processor, "task.reward_processor")
     train = _dataset(read(task.dataset, "task.dataset"), "task.dataset", problems)

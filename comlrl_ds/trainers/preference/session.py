@@ -37,7 +37,12 @@ def plan_actors(settings: EngineSettings, args: MADPOConfig, world_size: int = 1
     from comlrl_ds.engines.hardware import best_dtype
 
     numbers = TrainerNumbers(
-        args.batch_size, world_size, args.agent_learning_rate, args.max_grad_norm, settings.dtype, best_dtype(settings.device)
+        args.batch_size,
+        world_size,
+        args.agent_learning_rate,
+        args.max_grad_norm,
+        settings.dtype,
+        best_dtype(settings.device),
     )
     return plan_engine(settings.deepspeed, numbers)
 
@@ -46,7 +51,12 @@ class Session:
     """The running parts. Engine children start in the constructor, so that their start-up overlaps with `actors`."""
 
     def __init__(
-        self, sources: Sequence[str], settings: EngineSettings, args: MADPOConfig, rollout: RolloutConfig, log: Path | None
+        self,
+        sources: Sequence[str],
+        settings: EngineSettings,
+        args: MADPOConfig,
+        rollout: RolloutConfig,
+        log: Path | None,
     ) -> None:
         self._sources, self._settings, self._args = list(sources), settings, args
         self.plan = plan_actors(settings, args)
@@ -60,7 +70,10 @@ class Session:
     def cluster(self) -> Cluster:
         if self._cluster is None:
             from comlrl_ds.cluster import start_world
+            from comlrl_ds.engines.hardware import keep_freed_memory
 
+            if self._settings.device == "cpu":
+                keep_freed_memory()
             self._cluster = start_world(self._settings.device)
         return self._cluster
 
@@ -78,12 +91,20 @@ class Session:
 
         args, source = self._args, self._sources[agent]
         lm = load_causal_lm(
-            source, dtype=self.plan.dtype, attn_implementation=self._settings.attn_implementation, dropout=not args.disable_dropout
+            source,
+            dtype=self.plan.dtype,
+            attn_implementation=self._settings.attn_implementation,
+            dropout=not args.disable_dropout,
         )
         if args.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         return PolicyEngine(
-            f"actor.{agent}", lm, copy.deepcopy(self.plan), layout=args.row_layout, chunk=args.logprob_chunk, source=source
+            f"actor.{agent}",
+            lm,
+            copy.deepcopy(self.plan),
+            layout=args.row_layout,
+            chunk=args.logprob_chunk,
+            source=source,
         )
 
     def pool(self) -> RolloutPool:

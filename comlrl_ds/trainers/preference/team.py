@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,14 @@ class ModelConfig:
     def read(value: Mapping[str, Any] | None) -> ModelConfig:
         """The peer's dict, checked."""
         value = dict(value or {})
-        problems = [Problem(f"model_config.{k}", f"unknown key; valid: {', '.join(MODEL_KEYS)}") for k in value if k not in MODEL_KEYS]
+        problems = [
+            Problem(f"model_config.{k}", f"unknown key; valid: {', '.join(MODEL_KEYS)}") for k in value if k not in MODEL_KEYS
+        ]
         nested = dict(value.get("model_kwargs") or {})
         dtype = str(value.get("dtype", value.get("torch_dtype", nested.get("torch_dtype", "auto")))).removeprefix("torch.")
-        dtype = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}.get(dtype, dtype)
+        dtype = {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16"}.get(
+            dtype, dtype
+        )
         if dtype not in ("auto", "bfloat16", "float16", "float32"):
             problems.append(Problem("model_config.dtype", f"{dtype!r} is not one of auto, bfloat16, float16, float32"))
         if value.get("special_tokens"):
@@ -50,7 +55,9 @@ def read_agents(agent_model: Any, agents: Sequence[Any] | None, num_agents: int)
         listed = list(agents)
         if not listed:
             raise ConfigError(Problem("agents", "empty; give one model per agent"))
-        if agent_model is not None and (len(listed) != num_agents or any(isinstance(a, str) and a != agent_model for a in listed)):
+        if agent_model is not None and (
+            len(listed) != num_agents or any(isinstance(a, str) and a != agent_model for a in listed)
+        ):
             raise ConfigError(Problem("agents", f"contradicts agent_model = {agent_model!r}; give one of the two"))
         return listed
     if isinstance(agent_model, str | Path):
@@ -109,15 +116,22 @@ def set_up_team(
             return None
 
     if rollout.backend == "vllm" and not vllm_is_installed():
-        problems.append(Problem("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers"))
+        problems.append(
+            Problem(
+                "rollout.backend",
+                "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers",
+            )
+        )
     given = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * len(sources)
     if len(given) != len(sources):
-        raise ConfigError(Problem("tokenizer", f"{len(given)} tokenizers for {len(sources)} agents; give one, or {len(sources)}"))
+        raise ConfigError(
+            Problem("tokenizer", f"{len(given)} tokenizers for {len(sources)} agents; give one, or {len(sources)}")
+        )
     loaded: dict[str, Any] = {}
     for i, (source, own) in enumerate(zip(sources, given)):
         if own is None:
             if source not in loaded:
-                loaded[source] = attempt(lambda source=source, i=i: load_tokenizer(source, f"agents.{i}.model"))
+                loaded[source] = attempt(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
     checked = attempt(lambda: check_formatters(formatters, len(sources)))
     if reward_func is None:
@@ -130,9 +144,34 @@ def set_up_team(
         if limit < 1:
             longest = max_model_len(rollout, sources[i])
             problems.append(
-                Problem("max_new_tokens", f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} (rollout.max_model_len)")
+                Problem(
+                    "max_new_tokens",
+                    f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} (rollout.max_model_len)",
+                )
             )
     if problems or oracle is None or checked is None:
         raise ConfigError(problems)
     team = Team(given, args.token_limits, [stop_ids(s, t) for s, t in zip(sources, given)])
     return TeamSetup(list(sources), team, oracle, checked, limits, args)
+
+
+def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The output folder and verbosity that the peer reads from its W&B settings."""
+    if config is None:
+        return {}
+    output = (config.get("config_sections") or {}).get("output") or {}
+    found = {
+        "dir": config.get("output_dir") or output.get("base_dir") or config.get("dir"),
+        "verbose": output.get("verbose"),
+    }
+    return {k: v for k, v in found.items() if v is not None}
+
+
+def check_devices(args: MADPOConfig, device: str) -> None:
+    """In one process every role is on one device; a device that this machine lacks, or several, cannot be meant."""
+    named = args.agent_devices if isinstance(args.agent_devices, list) else [args.agent_devices]
+    for name in named:
+        if name not in (None, "auto") and not str(name).startswith(device):
+            raise ConfigError(Problem("args.agent_devices", f"{name!r} is not on this machine, which computes on {device!r}"))
+    if len(set(named)) > 1:
+        raise ConfigError(Problem("args.agent_devices", f"{named}: one process uses one device; name one"))

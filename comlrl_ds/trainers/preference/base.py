@@ -1,0 +1,268 @@
+"""What all preference trainers share: a checked team, running parts that start when needed, evaluation, saving."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.preference.collection import JointSampler, SampledItem, agent_name
+from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
+from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.rollout.base import Sampling
+from comlrl_ds.runs.display import Display
+from comlrl_ds.runs.run_dir import RunDir
+from comlrl_ds.trainers.preference.reporting import Reporter
+from comlrl_ds.trainers.preference.session import EngineSettings, Session, plan_actors
+from comlrl_ds.trainers.preference.team import ModelConfig, check_devices, read_agents, set_up_team, wandb_output
+
+GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
+
+
+class PreferenceTrainer:
+    """Base of the public trainers. The constructor checks everything and loads no model.
+
+    Args:
+        agent_model: model source for all agents. agents: one source or model object per agent.
+        num_agents: ignored when `agents` is given. tokenizer: one, or one per agent; None loads them from the sources.
+        model_config: dtype and attn_implementation of the actors.
+        train_dataset, eval_dataset: sequences of mappings.
+        reward_func: the oracle (see `comlrl_ds.preference.oracle.Oracle`). reward_processor: maps each score.
+        formatters: one, or one per agent: task → string or chat messages.
+        external_transition: no effect at one turn.
+        wandb_config: of it only the output folder and `config_sections.output.verbose` are used; see `report_to`.
+        eval_logger, eval_aggregator: both together add metrics to an evaluation.
+        args: the settings.
+        rollout: how completions are sampled. deepspeed: a DeepSpeed file or dict for every actor.
+        run_dir: where results go (default runs/<trainer>-<time>). seed: everything random follows from it.
+        report_to: trackers beside metrics.jsonl: ["tensorboard"].
+        verbose: print progress.
+
+    Raises:
+        ConfigError: a ValueError with every problem, before anything is loaded.
+    """
+
+    kind: ClassVar[str]
+    config_class: ClassVar[type[MADPOConfig]] = MADPOConfig
+
+    def __init__(
+        self, agent_model: str | None = None, agents: Sequence[Any] | None = None, num_agents: int = 2, tokenizer: Any = None,
+        model_config: Mapping[str, Any] | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        reward_func: Callable[..., Any] | None = None, reward_processor: Callable[[float], float] | None = None,
+        formatters: Any = None, external_transition: Any = None, wandb_config: Mapping[str, Any] | None = None,
+        eval_logger: Callable[..., Any] | None = None, eval_aggregator: Callable[..., Any] | None = None,
+        args: MADPOConfig | None = None, *, rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None,
+        run_dir: str | Path | None = None, seed: int = 0, report_to: Sequence[str] = (), verbose: bool | None = None,
+    ) -> None:  # fmt: skip
+        from comlrl_ds.cluster.world import check_launch
+        from comlrl_ds.engines.ds_config import read_deepspeed
+        from comlrl_ds.engines.hardware import device_kind
+
+        check_launch(os.environ)
+        listed = read_agents(agent_model, agents, num_agents)
+        self.args = args or self.config_class(num_agents=len(listed))
+        if self.args.num_agents != len(listed):
+            raise ConfigError(Problem("args.num_agents", f"{self.args.num_agents}, but {len(listed)} agents are given"))
+        self.rollout = rollout if isinstance(rollout, RolloutConfig) else RolloutConfig(**(rollout or {}))
+        self.seed, self._report_to = seed, list(report_to)
+        model, output = ModelConfig.read(model_config), wandb_output(wandb_config)
+        self.run_dir = RunDir(run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}")
+        self.run_dir.check()
+        self.display = Display(output.get("verbose", True) if verbose is None else verbose)
+        self._settings = EngineSettings(read_deepspeed(deepspeed), model.dtype, model.attn_implementation, device_kind())
+        check_devices(self.args, self._settings.device)
+        self.plan = plan_actors(self._settings, self.args)
+        sources = self._resolve(listed, tokenizer)
+        self.setup = set_up_team(sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+            if dataset is not None:
+                self.setup.try_first_prompt(dataset, name)
+        if (eval_logger is None) != (eval_aggregator is None):
+            raise ConfigError(Problem("eval_logger", "eval_logger and eval_aggregator go together; give both or none"))
+        self._eval_user = (eval_logger, eval_aggregator)
+        self._session: Session | None = None
+        self._reporter: Reporter | None = None
+        self.evaluations: list[tuple[str, Evaluation]] = []
+
+    # --- evaluation and saving
+    def evaluate(self, num_eval_samples: int | None = None) -> dict[str, float]:
+        """Task reward of the current policies on the first tasks of `eval_dataset`; {} without one.
+
+        The same policies and settings give the same samples: seeds depend on task, agent and sample only.
+        """
+        if self.eval_dataset is None:
+            return {}
+        count = self.args.eval_num_samples if num_eval_samples is None else num_eval_samples
+        started = time.perf_counter()
+        prompts = self.setup.prompt_builder().build(self.eval_dataset, range(min(count, len(self.eval_dataset))))
+        temperature = self.args.temperature if self.args.eval_temperature is None else self.args.eval_temperature
+        sampling = Sampling(temperature, self.args.top_p, self.args.top_k)
+        with self.display.bar("evaluating", len(prompts)) as bar:
+            sampled = self._sampler().sample(
+                prompts, self.session.policies(), sampling, stream="eval", round=0, candidates=self.args.eval_samples_per_item,
+                progress=lambda items, tokens: bar.advance(items),
+            )  # fmt: skip
+        self.last_evaluation = evaluation = evaluation_of(sampled)
+        write_samples(self.run_dir.samples / f"eval_{self.reporter.updates:06d}.json", sampled)
+        metrics = {
+            "eval/turn_1/reward_mean": evaluation.mean, "eval/turn_1/expected_return": evaluation.mean,
+            "eval/standard_error": evaluation.standard_error, "eval/n": len(evaluation.items),
+            "eval/seconds": time.perf_counter() - started,
+        }  # fmt: skip
+        return metrics | self._user_metrics(sampled)
+
+    def save_model(self, folder: str | Path) -> None:
+        """Writes agent_0, agent_1 … in Hugging Face layout, each with its tokenizer."""
+        tokenizers = self.setup.team.tokenizers
+        calls = {
+            role: partial(a.save_pretrained, Path(folder) / agent_name(i), tokenizers[i])
+            for i, (role, a) in enumerate(self.session.actors().items())
+        }
+        self.session.cluster.run(calls)
+
+    def describe(self) -> dict[str, str]:
+        """What a run would do, for `comlrl-ds plan`."""
+        from comlrl_ds.rollout.start import describe
+
+        args, device = self.args, self._settings.device
+        tasks = "none" if self.train_dataset is None else str(len(self.train_dataset))
+        held = 0 if self.eval_dataset is None else min(args.eval_num_samples, len(self.eval_dataset))
+        rows = {"trainer": self.kind, "device": device}
+        rows |= {
+            f"agent {i}": f"{source}, up to {n} new tokens"
+            for i, (source, n) in enumerate(zip(self.setup.sources, args.token_limits))
+        }
+        rows |= {
+            "tasks": f"{tasks} × {args.preference_num_candidates} candidates; {held} held out",
+            "actors": f"ZeRO stage {self.plan.stage}, {self.plan.dtype} with fp32 masters, {self.plan.optimizer['type']}",
+            "step": f"{args.batch_size} pairs, {args.num_train_epochs} epochs, micro-steps of up to {args.max_tokens_per_micro_batch} tokens",
+            "rollout": describe(self.rollout, self.setup.sources, device),
+            "run": f"{self.run_dir.path}, seed {self.seed}",
+        }
+        return rows | {f"note {k}": note for k, note in enumerate(self.plan.notes, 1)}
+
+    # --- lifetime
+    @property
+    def session(self) -> Session:
+        """The running parts, started on first use."""
+        if self._session is None:
+            self._start()
+        assert self._session
+        return self._session
+
+    @property
+    def reporter(self) -> Reporter:
+        """Counters and metrics of the run."""
+        if self._reporter is None:
+            self._start()
+        assert self._reporter
+        return self._reporter
+
+    def close(self) -> None:
+        """Ends the engines. Called when the trainer is collected or the program ends, too."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self._reporter is not None:
+            self._reporter.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._session is not None:
+            return
+        if self._reporter is None:  # a trainer that was closed and is used again goes on in the same folder
+            self.run_dir.create(self._resolved_config())
+            self._reporter = Reporter(self.args, self.run_dir, self.display, self._report_to)
+        self._session = Session(self.setup.sources, self._settings, self.args, self.rollout, self.run_dir.engine_log)
+        weakref.finalize(self, self._session.close)
+        for note in self.plan.notes:
+            self.display.say(f"note: {note}")
+        if self.train_dataset is not None:
+            self._session.actors()
+
+    # --- parts
+    def _resolve(self, listed: list[Any], tokenizer: Any) -> list[str]:
+        """A folder for every agent; a model object is written to one under the run's folder."""
+        from comlrl_ds.engines.loading import local_folder
+
+        folders = []
+        for i, model in enumerate(listed):
+            if isinstance(model, str):
+                folders.append(local_folder(model, f"agents.{i}.model"))
+                continue
+            if not hasattr(model, "save_pretrained"):
+                raise ConfigError(
+                    Problem(f"agents.{i}", f"{type(model).__name__} is neither a model source nor a transformers model")
+                )
+            if tokenizer is None:
+                raise ConfigError(Problem("tokenizer", "required when agents are model objects"))
+            folder = self.run_dir.sources / agent_name(i)
+            model.save_pretrained(folder)
+            folders.append(str(folder))
+        return folders
+
+    def _resolved_config(self) -> dict[str, Any]:
+        return {
+            "trainer": self.kind, "agents": [{"model": s} for s in self.setup.sources], "args": self.args.model_dump(),
+            "deepspeed": self._settings.deepspeed, "dtype": self._settings.dtype, "rollout": self.rollout.model_dump(),
+            "run": {"dir": str(self.run_dir.path), "seed": self.seed, "report_to": self._report_to},
+        }  # fmt: skip
+
+    def _sampling(self, keywords: Mapping[str, Any]) -> Sampling:
+        unknown = [k for k in keywords if k not in (*GENERATION_KEYWORDS, "do_sample")]
+        if unknown:
+            raise ConfigError(Problem(f"train({unknown[0]}=…)", f"unknown; valid: {', '.join(GENERATION_KEYWORDS)}"))
+        defaults = {"temperature": self.args.temperature, "top_p": self.args.top_p, "top_k": self.args.top_k}
+        return Sampling(**(defaults | {k: v for k, v in keywords.items() if k != "do_sample"}))
+
+    def _sampler(self) -> JointSampler:
+        return JointSampler(
+            self.session.pool(), self.setup.team, self.setup.oracle, run_seed=self.seed,
+            oracle_on_error=self.args.oracle_on_error, chunk_items=self.args.collection_chunk_items,
+        )  # fmt: skip
+
+    def _evaluate_and_report(self, name: str) -> None:
+        values = self.evaluate()
+        if not values.get("eval/n"):
+            return
+        self.evaluations.append((name, self.last_evaluation))
+        self.reporter.syncs(self.session.syncs)
+        self.reporter.evaluation(name, self.last_evaluation, values)
+
+    def _report_logprob_gap(self, pairs: Sequence[PreferencePair], rows: int = 4) -> None:
+        """How far trainer and engine disagree on some training rows, with the same weights."""
+        gaps: list[float] = []
+        pool, policies = self.session.pool(), self.session.policies()
+        for i, actor in enumerate(self.session.actors().values()):
+            texts = [[*p.tokens[i].prompt, *p.tokens[i].winner] for p in pairs[:rows]]
+            both = zip(actor.token_logprobs(texts), pool.prompt_logprobs(policies[agent_name(i)], texts))
+            gaps += [abs(x - y) for ours, theirs in both for x, y in zip(ours, theirs)]
+        self.reporter.syncs(self.session.syncs)
+        self.reporter.log({"rollout/logprob_gap": math.fsum(gaps) / len(gaps)})
+
+    def _user_metrics(self, sampled: Sequence[SampledItem]) -> dict[str, float]:
+        """Metrics of `eval_logger` and `eval_aggregator`, under eval/user/."""
+        logger, aggregator = self._eval_user
+        if logger is None or aggregator is None:
+            return {}
+        rows: list[Any] = []
+        for s in sampled:
+            turns = [[[text] for text in row] for row in s.texts]
+            items, prompts = [s.joint.item] * len(turns[0]), [s.joint.item.get("prompt", "")] * len(turns[0])
+            rows += logger(agent_completions_turns=turns, batch_items=items, prompts=prompts)
+        return {f"eval/user/{k}": float(v) for k, v in aggregator(rows, num_turns=1).items()}

@@ -1,0 +1,118 @@
+"""What a trainer writes to metrics.jsonl and prints, so that the loops hold the algorithm only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.learners.madpo import StepReport
+from comlrl_ds.preference.collection import Collected
+from comlrl_ds.preference.evaluation import Evaluation
+from comlrl_ds.preference.prompts import PromptBuilder
+from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.rollout.base import SyncReport
+from comlrl_ds.runs.display import Display
+from comlrl_ds.runs.metrics import Metrics, agent_metric, trackers_for
+from comlrl_ds.runs.run_dir import RunDir
+
+
+class Reporter:
+    """Counts updates and environment steps, and turns reports into metrics and lines.
+
+    Args:
+        args: the settings. run_dir: created already. display: where lines go. report_to: names of trackers.
+    """
+
+    def __init__(self, args: MADPOConfig, run_dir: RunDir, display: Display, report_to: Sequence[str]) -> None:
+        self._args, self._display = args, display
+        self._metrics = Metrics(run_dir.metrics, trackers_for(list(report_to), run_dir.path))
+        self.updates = self.env_step = self.nonfinite_steps = 0
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Metrics at the present update."""
+        self._metrics.write(self.updates, self.env_step, values)
+
+    def collection(self, collected: Collected, builder: PromptBuilder, oracle_errors: int, seconds: float, rate: float) -> None:
+        """A finished collection; `rate` in tokens per second of generation."""
+        values = {
+            "collect/pairs": len(collected.pairs), "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
+            "collect/oracle_errors": oracle_errors, "collect/reward_mean": collected.score_mean,
+            "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": builder.dropped,
+            "collect/truncated_prompts": builder.truncated, "collect/seconds": seconds, "rollout/tokens_per_s": rate,
+        }  # fmt: skip
+        for side in ("winner", "loser"):
+            values |= {agent_metric(f"collect/{side}_tokens", i): n for i, n in enumerate(collected.lengths(side))}
+        self.log(values)
+        dropped = f", {builder.dropped} tasks dropped as over-long" if builder.dropped else ""
+        self._display.say(
+            f"collected {len(collected.sampled)} tasks × {self._args.preference_num_candidates} candidates in {seconds:.0f} s"
+            f" ({rate:.0f} tokens/s): {len(collected.pairs)} pairs, {collected.ties} ties, {collected.invalid} invalid scores,"
+            f" mean score {collected.score_mean:.3f}{dropped}"
+        )
+
+    def step(self, report: StepReport, batch: Sequence[PreferencePair]) -> None:
+        """A finished step."""
+        self.updates += 1
+        previous = self.env_step
+        if self._args.use_environment_step:
+            self.env_step += self._args.environment_steps_per_pair * len(batch)
+        reward = math.fsum(p.candidate_reward_mean for p in batch) / len(batch)
+        values = {
+            "train/loss": report.loss, "train/joint_margin": report.joint_margins.mean().item(),
+            "train/accuracy": (report.joint_margins > 0).double().mean().item(), "train/step_s": report.seconds,
+            "train/tokens_per_s": report.tokens / report.seconds, "train/micro_steps": report.micro_steps,
+            "turn_1/reward_mean": reward, "turn_1/expected_return": reward,
+        }  # fmt: skip
+        for i in range(self._args.num_agents):
+            values |= {
+                agent_metric("train/margin", i): report.margins[i].mean().item(),
+                agent_metric("train/winner_logprob", i): report.winner_logprobs[i],
+                agent_metric("train/loser_logprob", i): report.loser_logprobs[i],
+                agent_metric("train/grad_norm", i): report.grad_norms[i],
+                agent_metric("train/lr", i): report.learning_rates[i],
+            }
+        self.nonfinite_steps += report.skipped
+        values["train/nonfinite_steps"] = self.nonfinite_steps
+        self.log(values)
+        # Without environment steps there is no distance to keep, so every step shows.
+        every = self._args.logging_steps
+        if not self._args.use_environment_step or previous // every != self.env_step // every:
+            self._metrics.track(self.env_step, values)
+            self._display.say(
+                f"update {self.updates}: loss {report.loss:.4f}, joint margin {values['train/joint_margin']:+.3f},"
+                f" accuracy {values['train/accuracy']:.2f}, {report.seconds:.1f} s"
+            )
+
+    def nonfinite(self, report: StepReport, batch: Sequence[PreferencePair], numbers: Sequence[int], file: Path) -> str:
+        """Says which agent, pair and file a skipped step comes from."""
+        assert report.culprit
+        agent, pair = report.culprit
+        listed = numbers if pair is None else [numbers[pair]]
+        tasks = sorted({p.item for p in batch} if pair is None else {batch[pair].item})
+        what = "gradient" if pair is None else "log-probability"
+        message = (
+            f"update {self.updates} skipped on every agent: non-finite {what} of agent {agent},"
+            f" pair {', '.join(map(str, listed))} of {file} (task {', '.join(map(str, tasks))})"
+        )
+        self._display.say(message)
+        return message
+
+    def evaluation(self, name: str, evaluation: Evaluation, values: Mapping[str, float]) -> None:
+        """A finished evaluation."""
+        self.log(values)
+        self._metrics.track(self.env_step, values)
+        self._display.say(
+            f"evaluation {name}: mean reward {evaluation.mean:.3f} ± {evaluation.standard_error:.3f}"
+            f" over {len(evaluation.items)} tasks, {values['eval/seconds']:.0f} s"
+        )
+
+    def syncs(self, reports: list[SyncReport]) -> None:
+        """Weight syncs since the last call."""
+        for report in reports:
+            self.log({"rollout/sync_s": report.seconds, "rollout/sync_bytes": report.bytes})
+        reports.clear()
+
+    def close(self) -> None:
+        self._metrics.close()
