@@ -48,6 +48,7 @@ class PolicyEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
         )
+        self._open_step = False
         self._boundary = StepBoundary(self._engine, plan.stage)
         self.device = str(self._engine.device)
         self.world_size = int(self._engine.dp_world_size)
@@ -86,6 +87,7 @@ class PolicyEngine:
         """
         # DeepSpeed averages over the group's ranks; every rank holds a part of the sum.
         self._engine.backward((scores * weights.to(scores)).sum() * self.world_size)
+        self._open_step = True
 
     def gradient_norm(self) -> float:
         """L2 norm of the step's gradient before clipping; infinite if any of it is NaN or infinite."""
@@ -94,11 +96,14 @@ class PolicyEngine:
     def step(self) -> None:
         """Clips, updates the fp32 masters and the compute weights, and advances the learning rate."""
         self._boundary.apply()
+        self._open_step = False
         self.version += 1
 
     def discard(self) -> None:
         """Drops the step's gradient; weights, optimizer and learning rate stay as they were."""
-        self._boundary.skip()
+        if self._open_step:  # without any backward there is nothing to drop, and DeepSpeed has no buffers to end a step with
+            self._boundary.skip()
+        self._open_step = False
 
     def start_schedule(self, total_steps: int) -> None:
         """Builds the learning-rate schedule of the DeepSpeed file, now that the number of steps is known."""
@@ -163,7 +168,7 @@ def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[t
     sharded = [p for _, p in group if hasattr(p, "ds_id")]
     if not sharded:
         return [(n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in group]
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters(sharded):
         return [(n, p.detach().to(dtype or p.dtype, copy=True)) for n, p in group]

@@ -1,0 +1,203 @@
+"""Many cases of the joint step through real DeepSpeed engines, in one launch. Writes result.json for test_madpo_engine.py."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+from tiny import tiny_lm  # noqa: E402
+
+from comlrl_ds.cluster import start_world  # noqa: E402
+from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine  # noqa: E402
+from comlrl_ds.engines.engine import PolicyEngine  # noqa: E402
+from comlrl_ds.learners.madpo import MadpoLearner  # noqa: E402
+from comlrl_ds.maths.packing import PairTokens  # noqa: E402
+
+ETA = 0.1
+# So large that the rounding of p − lr·g against p does not hide the gradient.
+RATE = 2.0**12
+
+
+def random_pairs(agents: int, pairs: int, unequal: bool, seed: int) -> list[list[PairTokens]]:
+    r = random.Random(seed)
+    ids = lambda n: [r.randrange(3, 320) for _ in range(n)]  # noqa: E731
+    size = lambda low, high: r.randint(low, high) if unequal else high  # noqa: E731
+    batch = [[PairTokens(ids(size(2, 12)), ids(size(1, 14)), ids(size(2, 14))) for _ in range(agents)] for _ in range(pairs)]
+    if unequal:
+        batch[0][0] = PairTokens(ids(5), ids(1), ids(9))  # a one-token winner
+    return batch
+
+
+def logprob(lm, prompt, completion, score_last: bool):
+    """Plain: one sequence, one forward, the sum over scored completion tokens."""
+    scored = completion if score_last else completion[:-1]
+    if not scored:
+        return torch.zeros(())
+    z = lm(torch.tensor([[*prompt, *scored]])).logits[0].log_softmax(-1)
+    return sum(z[len(prompt) - 1 + k, t] for k, t in enumerate(scored))
+
+
+def reference(lms, batch, score_last: bool):
+    """Two passes, as on the page: all margins without gradients, then each agent's own with the others' detached."""
+    margins = torch.zeros(len(lms), len(batch))
+    with torch.no_grad():
+        for i, lm in enumerate(lms):
+            for k, pair in enumerate(batch):
+                p = pair[i]
+                margins[i, k] = logprob(lm, p.prompt, p.winner, score_last) - logprob(lm, p.prompt, p.loser, score_last)
+    gradients, loss = [], None
+    for i, lm in enumerate(lms):
+        lm.zero_grad()
+        own = torch.stack(
+            [logprob(lm, b[i].prompt, b[i].winner, score_last) - logprob(lm, b[i].prompt, b[i].loser, score_last) for b in batch]
+        )
+        joint = own + margins.sum(0) - margins[i]
+        loss = -torch.nn.functional.logsigmoid(ETA * joint).mean()
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in lm.named_parameters()})
+    return float(loss), gradients
+
+
+def build(lms, *, stage: int, dtype: str = "float32", optimizer: str = "SGD", rate: float = RATE, clip=None, extra=None, layout="auto"):
+    config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}, "optimizer": {"type": optimizer}}
+    for name, value in (extra or {}).items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
+    plan = plan_engine(config, TrainerNumbers(4, 1, rate, clip, dtype, dtype))
+    kind = getattr(torch, dtype)
+    return {
+        f"actor.{i}": PolicyEngine(f"actor.{i}", copy.deepcopy(lm).to(kind), copy.deepcopy(plan), layout=layout, chunk=16)
+        for i, lm in enumerate(lms)
+    }
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in engine.named_weights()}
+
+
+def relative(a: dict, b: dict) -> float:
+    top = sum(((a[n].double() - b[n].double()) ** 2).sum() for n in b) ** 0.5
+    return float(top / sum((b[n].double() ** 2).sum() for n in b) ** 0.5)
+
+
+def gradient_cases(cluster) -> list[dict]:
+    rows = []
+    grid = [(a, s, m, u, 2, "auto") for a, s, m, u in itertools.product((1, 2, 3), (False, True), (30, 4096), (False, True))]
+    grid += [(2, s, m, True, stage, "auto") for s, m, stage in itertools.product((False, True), (30, 4096), (1, 3))]
+    grid += [(2, False, 60, True, 3, "rows")]
+    for agents, score_last, budget, unequal, stage, layout in grid:
+        lms = [tiny_lm(10 + i, scale=2.0) for i in range(agents)]
+        batch = random_pairs(agents, 5, unequal, agents + 7 * budget + 3 * stage)
+        loss, gradients = reference(lms, batch, score_last)
+        actors = build(lms, stage=stage, layout=layout)
+        before = {role: weights(e) for role, e in actors.items()}
+        learner = MadpoLearner(cluster, actors, ETA, score_last_token=score_last, max_tokens=budget)
+        report = learner.step(batch)
+        errors, norms = [], []
+        for i, (role, engine) in enumerate(actors.items()):
+            after = weights(engine)
+            errors.append(relative({n: (before[role][n] - after[n]) / RATE for n in after}, gradients[i]))
+            norms.append(abs(report.grad_norms[i] / float(sum((g**2).sum() for g in gradients[i].values()) ** 0.5) - 1))
+        rows.append(
+            {
+                "case": [agents, score_last, budget, unequal, stage, layout], "loss": abs(report.loss - loss), "errors": errors,
+                "norms": norms, "micro_steps": report.micro_steps,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def skip_cases(cluster) -> list[dict]:
+    """A dropped step changes nothing, and the step after it is the same as without it."""
+    rows = []
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    for stage, dtype, extra in [(1, "float32", None), (1, "bfloat16", None), (2, "float32", None), (2, "bfloat16", None),
+                                (3, "float32", None), (3, "bfloat16", None), (2, "float32", offload), (3, "float32", offload)]:  # fmt: skip
+        lms = [tiny_lm(20 + i, scale=2.0) for i in range(2)]
+        batch = random_pairs(2, 4, True, stage)
+        results = []
+        for bad in (False, True):
+            actors = build(lms, stage=stage, dtype=dtype, optimizer="AdamW", rate=1e-3, clip=1.0, extra=extra)
+            learner = MadpoLearner(cluster, actors, ETA, max_tokens=60)
+            learner.step(batch)
+            held = {role: weights(e) for role, e in actors.items()}
+            if bad:
+                # One agent's gradient overflows although every score is finite: its share is scaled to infinity.
+                real = actors["actor.1"].backward
+                actors["actor.1"].backward = lambda s, w, real=real: real(s, w * float("inf"))
+                report = learner.step(batch)
+                actors["actor.1"].backward = real
+                unchanged = all(torch.equal(held[r][n], t) for r, e in actors.items() for n, t in weights(e).items())
+                rows.append({"case": [stage, dtype, bool(extra)], "culprit": report.culprit, "unchanged": unchanged})
+                # And a score that is not finite ends the step before any backward of its micro-step.
+                with torch.no_grad():
+                    norm = actors["actor.0"].scorer.lm.model.norm
+                real_forward, norm.forward = norm.forward, lambda x: x * float("nan")
+                rows[-1]["culprit_score"] = learner.step(batch).culprit
+                norm.forward = real_forward
+                rows[-1]["unchanged"] &= all(torch.equal(held[r][n], t) for r, e in actors.items() for n, t in weights(e).items())
+            learner.step(batch)
+            results.append({role: weights(e) for role, e in actors.items()})
+        rows[-1]["same_after"] = all(torch.equal(results[0][r][n], results[1][r][n]) for r in results[0] for n in results[0][r])
+    return rows
+
+
+def other_cases(cluster) -> dict:
+    lms = [tiny_lm(30, scale=2.0)]
+    batch = random_pairs(1, 4, False, 1)
+    # fp32 masters: steps far below bf16's resolution add up.
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    moved = {}
+    for stage in (1, 2, 3):
+        actors = build(lms, stage=stage, dtype="bfloat16", optimizer="AdamW", rate=1e-6)
+        engine = actors["actor.0"]
+        name, p = next((n, p) for n, p in engine.scorer.named_parameters() if "q_proj" in n)
+        start = safe_get_full_fp32_param(p).clone()
+        learner = MadpoLearner(cluster, actors, ETA)
+        for _ in range(3):
+            learner.step(batch)
+        moved[stage] = [float((safe_get_full_fp32_param(p) - start).abs().mean()), str(safe_get_full_fp32_param(p).dtype)]
+    # The schedule of the file, its total known only after the collection.
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": "auto",
+                                                    "warmup_min_lr": 0, "warmup_type": "linear"}}  # fmt: skip
+    actors = build(lms, stage=2, optimizer="AdamW", rate=1e-3, extra={"scheduler": schedule})
+    actors["actor.0"].start_schedule(6)
+    learner = MadpoLearner(cluster, actors, ETA)
+    rates = [learner.step(batch).learning_rates[0] for _ in range(6)]
+    # Clipping: SGD moves by lr · g · min(1, c / ‖g‖).
+    lengths = {}
+    for clip in (None, 1e-3):
+        actors = build(lms, stage=2, rate=RATE, clip=clip)
+        before = weights(actors["actor.0"])
+        report = MadpoLearner(cluster, actors, ETA).step(batch)
+        after = weights(actors["actor.0"])
+        lengths[str(clip)] = [float(sum(((before[n] - after[n]) ** 2).sum() for n in after) ** 0.5) / RATE, report.grad_norms[0]]
+    # Two passes and gradient checkpointing give the same weights as one pass.
+    passes = []
+    for margin_pass, checkpointing in (("one_forward", False), ("two_pass", False), ("one_forward", True)):
+        lm = copy.deepcopy(lms[0])
+        if checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        actors = build([lm], stage=2, rate=1.0)
+        MadpoLearner(cluster, actors, ETA, max_tokens=60, margin_pass=margin_pass).step(batch)
+        passes.append(weights(actors["actor.0"]))
+    differences = [relative(p, passes[0]) for p in passes[1:]]
+    return {"masters": moved, "rates": rates, "clip": lengths, "passes": differences}
+
+
+def main() -> None:
+    cluster = start_world("cpu")
+    result = {"gradients": gradient_cases(cluster), "skips": skip_cases(cluster), "other": other_cases(cluster)}
+    Path(sys.argv[1], "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

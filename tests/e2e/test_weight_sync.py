@@ -1,0 +1,144 @@
+"""A synced engine is the same as a fresh engine that loads the same weights from disk, bit for bit.
+
+Log-prob gaps between trainer and engine cannot show this in bf16: a correct sync can read worse than a stale engine.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from engines import fresh_logprobs, policy_of, start_engine
+from tiny import save_tiny_model, tiny_lm
+
+from comlrl_ds.rollout.base import Request, RolloutError, Sampling
+
+ROWS = [[(3 + 7 * k + 13 * r) % 320 for k in range(20 + 5 * r)] for r in range(4)]
+CASES = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]
+CHANGES = {"small": 2e-5, "large": 5e-2}
+
+
+def changed(lm, size: float, seed: int):
+    """A copy with every weight moved by up to `size`, relative to its scale, the head and the norms included."""
+    moved = copy.deepcopy(lm)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in moved.parameters():
+            noise = torch.rand(p.shape, generator=generator) * 2 - 1
+            p.copy_((p.float() * (1 + size * noise)).to(p.dtype) + (size * noise).to(p.dtype))
+    return moved
+
+
+def trainer_logprobs(lm, rows):
+    with torch.no_grad():
+        out = [lm(torch.tensor([r])).logits[0].float().log_softmax(-1) for r in rows]
+    return [[float(z[k, r[k + 1]]) for k in range(len(r) - 1)] for z, r in zip(out, rows)]
+
+
+def largest_gap(a, b) -> float:
+    return max(abs(x - y) for p, q in zip(a, b) for x, y in zip(p, q))
+
+
+@pytest.fixture(scope="module")
+def synced(tmp_path_factory):
+    """For every case: log-probs at the base, after each change, and back at the base; with the models on disk."""
+    folder = tmp_path_factory.mktemp("sync")
+    results, on_disk = {}, []
+    for start in range(0, len(CASES), 2):  # two engines at a time: there are two cores
+        pair = CASES[start : start + 2]
+        engines = {}
+        for dtype, tied in pair:
+            base = folder / f"{dtype}-{tied}"
+            save_tiny_model(base, 3, tied=tied, dtype=dtype)
+            engines[dtype, tied] = start_engine(base, dtype), base
+        for (dtype, tied), (engine, base) in engines.items():
+            lm = tiny_lm(3, tied=tied).to(getattr(torch, dtype))
+            engine.wait_ready()
+            got = {"base": engine.prompt_logprobs(ROWS)}
+            models = {"base": lm} | {name: changed(lm, size, 5) for name, size in CHANGES.items()}
+            for version, name in enumerate([*CHANGES, "base"], 1):
+                engine.sync_weights(policy_of(models[name], "agent_0", version, base))
+                got["back" if name == "base" else name] = engine.prompt_logprobs(ROWS)
+                assert engine.prompt_logprobs(ROWS) == got["back" if name == "base" else name]
+            if not tied:
+                head_only = copy.deepcopy(lm)
+                with torch.no_grad():
+                    head_only.lm_head.weight.copy_(lm.lm_head.weight.flip(0))
+                before = greedy(engine)
+                engine.sync_weights(policy_of(head_only, "agent_0", 9, base))
+                got["greedy"] = before, greedy(engine)
+                models["head_only"] = head_only
+                got["head_only"] = engine.prompt_logprobs(ROWS)
+            for name, model in models.items():
+                target = folder / f"{dtype}-{tied}-{name}"
+                model.save_pretrained(target)
+                on_disk.append((dtype, tied, name, target, model))
+            results[dtype, tied] = got
+            engine.shutdown()
+    fresh = fresh_logprobs([(path, dtype) for dtype, _, _, path, _ in on_disk], ROWS)
+    return results, {(d, t, n): (f, m) for (d, t, n, _, m), f in zip(on_disk, fresh)}
+
+
+def greedy(engine) -> tuple[int, ...]:
+    engine.submit([Request("agent_0", tuple(ROWS[0]), 6, 0)], Sampling(temperature=0))
+    done = []
+    while (part := engine.receive()) is not None:
+        done += part
+    return done[0][1].ids
+
+
+@pytest.mark.parametrize(("dtype", "tied"), CASES)
+@pytest.mark.parametrize("name", ["base", *CHANGES])
+def test_synced_equals_fresh_from_disk(synced, dtype, tied, name):
+    results, fresh = synced
+    assert results[dtype, tied][name] == fresh[dtype, tied, name][0]
+    if name != "base":
+        assert results[dtype, tied][name] != results[dtype, tied]["base"]
+
+
+@pytest.mark.parametrize(("dtype", "tied"), CASES)
+def test_syncing_the_old_weights_back_restores_them(synced, dtype, tied):
+    results, _ = synced
+    assert results[dtype, tied]["back"] == results[dtype, tied]["base"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["base", *CHANGES])
+def test_engine_agrees_with_the_trainer_in_fp32(synced, tied, name):
+    results, fresh = synced
+    assert largest_gap(results["float32", tied][name], trainer_logprobs(fresh["float32", tied, name][1], ROWS)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_change_of_the_untied_head_alone_arrives(synced, dtype):
+    results, fresh = synced
+    got = results[dtype, False]
+    assert got["greedy"][0] != got["greedy"][1]
+    assert got["head_only"] == fresh[dtype, False, "head_only"][0]
+
+
+def test_incomplete_and_ineffective_syncs_are_refused(tmp_path):
+    """Missing tensors are named by the engine, and an engine that answers as before is caught by its probe."""
+    base = save_tiny_model(tmp_path / "base", 3)
+    engine = start_engine(base, "float32")
+    engine.wait_ready()
+    try:
+        lm = tiny_lm(3)
+        whole = [(n, p.detach()) for n, p in lm.named_parameters()]
+        engine.sync_weights(policy_of(lm, "agent_0", 1, base))
+        # A transfer that delivers other tensors than it was given: the engine keeps its weights, and the probe shows it.
+        sender = engine._sender
+        assert sender is not None
+        real = sender._flush
+        sender._flush = lambda chunk, size: real([(n, dict(whole)[n], o) for n, _, o in chunk], size)
+        with pytest.raises(RolloutError, match="answers as before"):
+            engine.sync_weights(policy_of(tiny_lm(4), "agent_0", 2, base))
+        sender._flush = real
+        incomplete = policy_of(lm, "agent_0", 3, base)
+        incomplete.tensors = lambda: (x for x in whole if x[0] != "model.layers.1.mlp.down_proj.weight")
+        sender._shapes = {}  # so that not our own comparison with the last sync, but the engine finds it
+        with pytest.raises(RolloutError, match=r"without new values.*down_proj"):
+            engine.sync_weights(incomplete)
+    finally:
+        engine.shutdown()
