@@ -100,6 +100,10 @@ class JointSampler:
             finally:
                 scorer.shutdown(cancel_futures=True)
                 if journal:
+                    # After an error: whatever else was scored meanwhile is kept.
+                    for job, sampled in jobs.items():
+                        if not job.cancelled() and job.exception() is None:
+                            _write_scores(journal, round, sampled.joint.index, job.result())
                     journal.sync()
         return done
 
@@ -155,11 +159,15 @@ class JointSampler:
         sampled = jobs.pop(job)
         sampled.scores = job.result()
         if journal:
-            for j, score in enumerate(sampled.scores):
-                raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
-                journal.append("score", round=round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
+            _write_scores(journal, round, sampled.joint.index, sampled.scores)
         if progress:
             progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
+
+
+def _write_scores(journal: Journal, round: int, item: int, scores: Sequence[Score]) -> None:
+    for j, score in enumerate(scores):
+        raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
+        journal.append("score", round=round, item=item, candidate=j, raw=raw, value=value)
 
 
 @dataclass(frozen=True)

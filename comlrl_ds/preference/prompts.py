@@ -12,8 +12,11 @@ from comlrl_ds.config.errors import ConfigError, Problem
 Formatter = Callable[..., Any]
 
 
-class PromptError(ValueError):
+class PromptError(ConfigError):
     """A formatter or a task that gives no usable prompt; names the task and the agent."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Problem("", message))
 
 
 @dataclass(frozen=True)

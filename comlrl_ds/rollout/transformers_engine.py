@@ -25,7 +25,9 @@ class TransformersEngine(RolloutEngine):
 
     def __init__(self, source: str, *, dtype: torch.dtype, batch_size: int = 64, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.source = self.held = source
         self._model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)
         self._batch_size, self._device = batch_size, device

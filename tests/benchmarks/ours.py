@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from tempfile import TemporaryDirectory
 
 import workloads as shared
@@ -28,41 +29,42 @@ def tokenised(index: int, pair: shared.FixedPair, tokenizers: list) -> Preferenc
     )  # fmt: skip
 
 
+def make_trainer(arguments: argparse.Namespace, size: shared.Size, folder: str) -> MADPOTrainer:
+    return MADPOTrainer(
+        agent_model=arguments.model, args=MADPOConfig(**shared.settings(arguments.workload, size)),
+        train_dataset=shared.tasks(size.tasks), run_dir=f"{folder}/run", verbose=False,
+        model_config=None if arguments.dtype == "default" else {"dtype": arguments.dtype}, **shared.TEAM,
+    )  # fmt: skip
+
+
 def main() -> None:
     arguments, size = shared.driver_arguments()
-    collects = arguments.workload == "p1"
-    args = MADPOConfig(**shared.settings(arguments.workload, size))
     result = shared.Measurement()
-    with TemporaryDirectory() as folder:
-        with MADPOTrainer(
-            agent_model=arguments.model, args=args, train_dataset=shared.tasks(size.tasks),
-            run_dir=f"{folder}/run", verbose=False,
-            model_config=None if arguments.dtype == "default" else {"dtype": arguments.dtype}, **shared.TEAM,
-        ) as trainer:  # fmt: skip
-            session = trainer.session
-            session.actors()
-            session.pool()
-            result.started()
-            result.dtype = trainer.plan.dtype
+    with TemporaryDirectory() as folder, make_trainer(arguments, size, folder) as trainer:
+        session = trainer.session
+        session.actors()
+        session.pool()
+        result.started()
+        result.dtype = trainer.plan.dtype
 
-            def engines_cpu_s() -> float:
-                return sum(engine["cpu_s"] for engine in session.usage())
+        def engines_cpu_s() -> float:
+            return sum(engine["cpu_s"] for engine in session.usage())
 
-            if collects:
-                sampling = Sampling(**shared.SAMPLING, min_new_tokens=size.collected)
-                for k in range(arguments.passes):
-                    with result.one_pass(engines_cpu_s):
-                        collected = trainer.collect_preferences(sampling, round=k + 1)
-                result.work = sum(len(c.ids) for item in collected.sampled for row in item.completions for c in row)
-            else:
-                tokenizers = trainer.setup.team.tokenizers
-                pairs = [tokenised(k, pair, tokenizers) for k, pair in enumerate(shared.fixed_pairs(size, tokenizers[0]))]
-                for _ in range(arguments.passes):
-                    with result.one_pass(engines_cpu_s):
-                        trainer.train_on_pairs(pairs)
-                result.work = shared.digest([ids for p in pairs for t in p.tokens for ids in (t.prompt, t.winner, t.loser)])
-            result.trainer_peak_mb = shared.own_peak_mb()
-            result.peak_mb = result.trainer_peak_mb + sum(engine["peak_rss_mb"] for engine in session.usage())
+        if arguments.workload == "p1":
+            sampling = Sampling(**shared.SAMPLING, min_new_tokens=size.collected)
+            for k in range(arguments.passes):
+                with result.one_pass(engines_cpu_s):
+                    collected = trainer.collect_preferences(sampling, round=k + 1)
+            result.work = sum(len(c.ids) for item in collected.sampled for row in item.completions for c in row)
+        else:
+            tokenizers = trainer.setup.team.tokenizers
+            pairs = [tokenised(k, pair, tokenizers) for k, pair in enumerate(shared.fixed_pairs(size, tokenizers[0]))]
+            for _ in range(arguments.passes):
+                with result.one_pass(engines_cpu_s):
+                    trainer.train_on_pairs(pairs)
+            result.work = shared.digest([ids for p in pairs for t in p.tokens for ids in (t.prompt, t.winner, t.loser)])
+        result.trainer_peak_mb = shared.own_peak_mb()
+        result.peak_mb = result.trainer_peak_mb + sum(engine["peak_rss_mb"] for engine in session.usage())
     result.say()
 
 

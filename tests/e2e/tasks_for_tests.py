@@ -37,9 +37,9 @@ def always_nan(first, second):
     return [math.nan]
 
 
-def fails_on_bees(first, second, batch_items):
-    if "bees" in batch_items[0]["prompt"]:
-        raise KeyError("no score for bees")
+def fails_on_lighthouse(first, second, batch_items):
+    if "lighthouse" in batch_items[0]["prompt"]:
+        raise KeyError("no score for it")
     return letters(first, second)
 
 

@@ -17,6 +17,7 @@ from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.collection import JointSampler, SampledItem, agent_name
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
+from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.runs.display import Display
@@ -102,9 +103,8 @@ class PreferenceTrainer:
         """
         if self.eval_dataset is None:
             return {}
-        count = self.args.eval_num_samples if num_eval_samples is None else num_eval_samples
         started = time.perf_counter()
-        prompts = self.setup.prompt_builder().build(self.eval_dataset, range(min(count, len(self.eval_dataset))))
+        prompts = self._eval_prompts(num_eval_samples)
         temperature = self.args.temperature if self.args.eval_temperature is None else self.args.eval_temperature
         sampling = Sampling(temperature, self.args.top_p, self.args.top_k)
         with self.display.bar("evaluating", len(prompts)) as bar:
@@ -222,6 +222,10 @@ class PreferenceTrainer:
             "deepspeed": self._settings.deepspeed, "dtype": self._settings.dtype, "rollout": self.rollout.model_dump(),
             "run": {"dir": str(self.run_dir.path), "seed": self.seed, "report_to": self._report_to},
         }  # fmt: skip
+
+    def _eval_prompts(self, count: int | None) -> list[JointPrompt]:
+        count = self.args.eval_num_samples if count is None else count
+        return self.setup.prompt_builder().build(self.eval_dataset, range(min(count, len(self.eval_dataset))))
 
     def _sampling(self, keywords: Mapping[str, Any]) -> Sampling:
         unknown = [k for k in keywords if k not in (*GENERATION_KEYWORDS, "do_sample")]

@@ -36,6 +36,8 @@ class MADPOTrainer(PreferenceTrainer):
         if self.train_dataset is None:
             raise ConfigError(Problem("train_dataset", "required to train"))
         sampling = self._sampling(generation_kwargs)
+        if self._evaluates:
+            self._eval_prompts(None)  # an over-long one shows before anything is loaded
         collected = self.collect_preferences(sampling)
         if not collected.pairs:
             self.display.say("no pair of different scores: nothing to learn from, the policies are unchanged")
@@ -51,9 +53,9 @@ class MADPOTrainer(PreferenceTrainer):
 
     def collect_preferences(self, sampling: Sampling, round: int = 1) -> Collected:
         """Joint responses to every task, their scores, and the pairs that are kept; on disk when this returns."""
-        args, pool = self.args, self.session.pool()
-        builder, sampler = self.setup.prompt_builder(), self._sampler()
+        args, builder = self.args, self.setup.prompt_builder()
         prompts = builder.build(self.train_dataset)
+        pool, sampler = self.session.pool(), self._sampler()
         started, tokens_before, seconds_before = time.perf_counter(), pool.generated_tokens, pool.generate_seconds
         with Journal(self.run_dir.journal) as journal, self.display.bar("collecting", len(prompts)) as bar:
 
