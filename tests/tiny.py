@@ -20,13 +20,11 @@ def tiny_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["the tide and the moon", "user assistant system topic answer"] * 4, trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>", unk_token="<|endoftext|>"
-    )
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "unk_token": "<|endoftext|>"}
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
@@ -36,8 +34,8 @@ def tiny_config(tied: bool = True, layers: int = 2):
 
     return LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
-        pad_token_id=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied, bos_token_id=1,
+        eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
 
 

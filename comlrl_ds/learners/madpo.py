@@ -10,7 +10,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from comlrl_ds.maths.packing import PairTokens, pack, plan_micro_steps, row_leng
 if TYPE_CHECKING:
     from comlrl_ds.cluster import Cluster
     from comlrl_ds.engines.engine import PolicyEngine
+
+
+Batch = Sequence[Sequence[PairTokens]]  # [pairs][agents]
 
 
 class NonFiniteError(RuntimeError):
@@ -74,7 +78,7 @@ class MadpoLearner:
     _open: dict[str, Tensor] = field(default_factory=dict)
     _rates: list[float] = field(default_factory=list)
 
-    def step(self, batch: Sequence[Sequence[PairTokens]]) -> StepReport:
+    def step(self, batch: Batch) -> StepReport:
         """One step of every actor on a batch.
 
         Args:
@@ -82,56 +86,72 @@ class MadpoLearner:
         """
         started = time.perf_counter()
         plan = plan_micro_steps(self._lengths(batch), self.max_tokens, self.max_pairs, self._rows_per_pair())
-        agents, pairs = len(self.actors), len(batch)
-        scores = torch.zeros(agents, pairs, 2, dtype=torch.float64)
-        tokens = 0
-        two_pass = self._two_pass(batch, plan)
-        if two_pass:
+        scores = torch.zeros(len(self.actors), len(batch), 2, dtype=torch.float64)
+        if self._two_pass(batch, plan):
+            tokens = sum(self._score(batch, micro, scores, grad=False) for micro in plan)
+            if torch.isfinite(scores).all():
+                tokens += sum(self._score_and_backward(batch, micro, scores) for micro in plan)
+        else:
+            tokens = 0
             for micro in plan:
-                tokens += self._forward(batch, micro, scores, grad=False)
-        for micro in plan:
-            tokens += self._forward(batch, micro, scores, grad=True, keep=two_pass)
-            if not two_pass and not torch.isfinite(scores[:, micro]).all():
-                break
-            terms = self._terms(scores[:, micro])
-            weights = terms.slope[:, None] * torch.tensor([1.0, -1.0], dtype=terms.slope.dtype) / pairs
-            self.cluster.run({role: self._backward_of(role, weights) for role in self.actors})
+                tokens += self._score(batch, micro, scores, grad=True)
+                if not torch.isfinite(scores[:, micro]).all():
+                    break
+                self._backward(micro, scores)
         terms = self._terms(scores)
         norms, culprit = self._finish(scores)
         return StepReport(
             loss=terms.loss.mean().item(), joint_margins=terms.joint_margin, margins=scores[..., 0] - scores[..., 1],
             winner_logprobs=scores[..., 0].mean(1).tolist(), loser_logprobs=scores[..., 1].mean(1).tolist(), grad_norms=norms,
-            learning_rates=self._rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started, culprit=culprit,
+            learning_rates=self._rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started,
+            culprit=culprit,
         )  # fmt: skip
 
     def _terms(self, scores: Tensor) -> MadpoTerms:
         return madpo_terms(scores[..., 0] - scores[..., 1], self.eta)
 
-    def _forward(self, batch: Any, micro: list[int], scores: Tensor, *, grad: bool, keep: bool = False) -> int:
-        """All actors score the micro-step's pairs; the numbers are exchanged. Returns tokens of the forwards.
+    def _weights(self, micro: list[int], scores: Tensor) -> Tensor:
+        """[micro, 2]: ∂loss/∂log π of winners and losers, the same for every agent."""
+        slope = self._terms(scores[:, micro]).slope / scores.shape[1]
+        return torch.stack([slope, -slope], 1)
 
-        With `keep` the numbers of an earlier pass stay: the gradient is taken at the margins that were exchanged.
+    def _score(self, batch: Batch, micro: list[int], scores: Tensor, *, grad: bool) -> int:
+        """All actors score the micro-step's pairs, and the numbers are exchanged. Returns the tokens of the forwards.
+
+        With `grad` every actor's graph stays open for `_backward`.
         """
-
-        def call(agent: int, role: str) -> Callable[[], tuple[list[list[float]], int]]:
-            def run() -> tuple[list[list[float]], int]:
-                engine = self.actors[role]
-                packed = pack([batch[k][agent] for k in micro], layout=engine.layout, score_last_token=self.score_last_token)
-                result = engine.score(packed, len(micro), grad=grad)
-                if grad:
-                    self._open[role] = result
-                return result.detach().double().tolist(), packed.padded_tokens
-
-            return run
-
-        results = self.cluster.run({role: call(i, role) for i, role in enumerate(self.actors)})
+        results = self.cluster.run(
+            {role: partial(self._score_one, role, i, batch, micro, grad) for i, role in enumerate(self.actors)}
+        )
         for i, (numbers, _) in enumerate(results.values()):
-            if not keep:
-                scores[i, micro] = torch.tensor(numbers, dtype=torch.float64)
-        return sum(n for _, n in results.values())
+            scores[i, micro] = torch.tensor(numbers, dtype=torch.float64)
+        return sum(tokens for _, tokens in results.values())
 
-    def _backward_of(self, role: str, weights: Tensor) -> Callable[[], None]:
-        return lambda: self.actors[role].backward(self._open.pop(role), weights)
+    def _score_one(self, role: str, agent: int, batch: Batch, micro: list[int], grad: bool) -> tuple[list[list[float]], int]:
+        engine = self.actors[role]
+        packed = pack([batch[k][agent] for k in micro], layout=engine.layout, score_last_token=self.score_last_token)
+        result = engine.score(packed, len(micro), grad=grad)
+        if grad:
+            self._open[role] = result
+        return result.detach().double().tolist(), packed.padded_tokens
+
+    def _backward(self, micro: list[int], scores: Tensor) -> None:
+        weights = self._weights(micro, scores)
+        self.cluster.run({role: partial(self._backward_one, role, weights) for role in self.actors})
+
+    def _backward_one(self, role: str, weights: Tensor) -> None:
+        self.actors[role].backward(self._open.pop(role), weights)
+
+    def _score_and_backward(self, batch: Batch, micro: list[int], scores: Tensor) -> int:
+        """Second pass: the margins are known, so each actor scores and learns in one go, one graph at a time."""
+        weights = self._weights(micro, scores)
+
+        def learn(role: str, agent: int) -> int:
+            _, tokens = self._score_one(role, agent, batch, micro, True)
+            self._backward_one(role, weights)
+            return tokens
+
+        return sum(self.cluster.run({role: partial(learn, role, i) for i, role in enumerate(self.actors)}).values())
 
     def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
         """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
@@ -151,10 +171,10 @@ class MadpoLearner:
     def _rows_per_pair(self) -> int:
         return 1 if all(e.layout == "shared" for e in self.actors.values()) else 2
 
-    def _lengths(self, batch: Sequence[Sequence[PairTokens]]) -> list[list[int]]:
+    def _lengths(self, batch: Batch) -> list[list[int]]:
         return [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
 
-    def _two_pass(self, batch: Sequence[Sequence[PairTokens]], plan: list[list[int]]) -> bool:
+    def _two_pass(self, batch: Batch, plan: list[list[int]]) -> bool:
         if self.margin_pass != "auto":
             return self.margin_pass == "two_pass"
         lengths = self._lengths(batch)

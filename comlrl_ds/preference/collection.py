@@ -75,8 +75,8 @@ class JointSampler:
         self.oracle_errors = 0
 
     def sample(
-        self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str, round: int,
-        candidates: int, journal: Journal | None = None, progress: Callable[[int, int], None] | None = None,
+        self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str,
+        round: int, candidates: int, journal: Journal | None = None, progress: Callable[[int, int], None] | None = None,
     ) -> list[SampledItem]:  # fmt: skip
         """Every agent's `candidates` responses to each task, scored; the order of `prompts` is kept.
 

@@ -131,7 +131,8 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], whe
             ids = [bos, *ids]
     else:
         raise PromptError(
-            f"{where}: the formatter returned {type(prompt).__name__}; return a string or a list of {{'role': …, 'content': …}} messages"
+            f"{where}: the formatter returned {type(prompt).__name__};"
+            " return a string or a list of {'role': …, 'content': …} messages"
         )
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]

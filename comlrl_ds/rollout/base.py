@@ -108,8 +108,7 @@ class RolloutEngine(ABC):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did: seconds, bytes sent, and the share of tensors that differ from the previous sync."""
+    """What a sync took: seconds and bytes sent."""
 
     seconds: float
     bytes: int
-    changed: float

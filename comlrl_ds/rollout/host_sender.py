@@ -28,15 +28,22 @@ class WeightClient(Protocol):
 
 
 class HostSender:
-    """Sends whole models to one engine, and knows what it sent last: names, shapes, a digest of each tensor."""
+    """Sends whole models to one engine, and knows what it sent last: names, shapes, a digest of each tensor.
 
-    def __init__(self, client: WeightClient, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._client, self._chunk_bytes = client, chunk_bytes
+    Args:
+        client: the engine. source: folder whose weights it started with.
+        chunk_bytes: size of the memory file, unless one tensor is larger.
+    """
+
+    def __init__(self, client: WeightClient, source: str, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._client, self._source, self._chunk_bytes = client, source, chunk_bytes
         self._fd = os.memfd_create("weights")
         self._size = 0
         self._buffer: Any = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._digests: dict[str, int] = {}
+        self._before: dict[str, int] = {}
+        self._dtypes: dict[str, Any] = {}
 
     def send(self, policy: PolicyWeights) -> tuple[SyncReport, list[list[float]]]:
         """One sync. Returns the report and the engine's probe log-probs with the new weights.
@@ -47,13 +54,14 @@ class HostSender:
         started = time.perf_counter()
         shapes: dict[str, tuple[int, ...]] = {}
         digests: dict[str, int] = {}
+        dtypes: dict[str, Any] = {}
         chunk: list[tuple[str, Tensor, int]] = []
         used = total = 0
         self._client.start_weight_update()
         for name, tensor in _stream(policy):
             if tensor.numel() == 0:
                 raise RolloutError(f"weight sync of {policy.name}: {name} is empty; was it gathered?")
-            shapes[name], digests[name] = tuple(tensor.shape), _digest(tensor)
+            shapes[name], digests[name], dtypes[name] = tuple(tensor.shape), _digest(tensor), tensor.dtype
             if chunk and used + tensor.nbytes > self._chunk_bytes:
                 self._flush(chunk, used)
                 chunk, used = [], 0
@@ -67,9 +75,19 @@ class HostSender:
             raise RolloutError(
                 f"weight sync of {policy.name}: sent version {policy.key!r}, the engine reports {answer['version']!r}"
             )
-        changed = sum(self._digests.get(name) != d for name, d in digests.items()) / len(digests)
-        self._shapes, self._digests = shapes, digests
-        return SyncReport(time.perf_counter() - started, total, changed), answer["probe"]
+        self._shapes, self._before, self._digests = shapes, self._digests, digests
+        self._dtypes = dtypes
+        return SyncReport(time.perf_counter() - started, total), answer["probe"]
+
+    def changed_share(self) -> float:
+        """Share of tensors that the last sync changed, against the one before it or, for the first, the weights on disk."""
+        before = self._before
+        if not before:
+            from comlrl_ds.rollout.disk import tensors_on_disk
+
+            on_disk = tensors_on_disk(self._source)
+            before = {name: _digest(t.to(self._dtypes[name])) for name, t in on_disk if name in self._dtypes}
+        return sum(before.get(name) != digest for name, digest in self._digests.items()) / len(self._digests)
 
     def _check_names(self, policy: PolicyWeights, shapes: dict[str, tuple[int, ...]]) -> None:
         if not shapes:

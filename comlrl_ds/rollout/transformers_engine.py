@@ -82,7 +82,7 @@ class TransformersEngine(RolloutEngine):
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:
         started = time.perf_counter()
         own: dict[str, Tensor] = dict(self._model.named_parameters())
-        total = changed = 0
+        total = 0
         seen = set()
         for name, tensor in policy.tensors() if policy.tensors else tensors_on_disk(policy.source):
             if name not in own:
@@ -91,14 +91,13 @@ class TransformersEngine(RolloutEngine):
                 raise RolloutError(
                     f"weight sync of {policy.name}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
                 )
-            changed += not torch.equal(own[name], tensor.to(own[name].dtype))
             own[name].copy_(tensor)
             seen.add(name)
             total += tensor.nbytes
         if missing := sorted(own.keys() - seen):
             raise RolloutError(f"weight sync of {policy.name}: {missing[0]} is missing")
         self.held = policy.key
-        return SyncReport(time.perf_counter() - started, total, changed / len(seen))
+        return SyncReport(time.perf_counter() - started, total)
 
     @torch.no_grad()
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:

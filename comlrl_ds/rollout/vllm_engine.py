@@ -120,14 +120,14 @@ class VLLMEngine(RolloutEngine):
         return [(k, Completion(tuple(ids), reason, self.held)) for k, ids, reason in value]
 
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:
-        self._sender = self._sender or HostSender(self)
+        self._sender = self._sender or HostSender(self, self.source)
         before = self._probe
         report, self._probe = self._sender.send(policy)
         # Log-probs of an engine for a fixed batch are exactly repeatable, so new weights must change some of them.
         # A change that leaves most tensors as they were may be too small to show.
-        if before and report.changed > 0.5 and before == self._probe:
+        if before and before == self._probe and (changed := self._sender.changed_share()) > 0.5:
             raise RolloutError(
-                f"weight sync of {policy.name}: {report.changed:.0%} of the tensors changed, but the engine answers as before"
+                f"weight sync of {policy.name}: {changed:.0%} of the tensors changed, but the engine answers as before"
             )
         self.held = policy.key
         return report

@@ -118,6 +118,7 @@ class Measurement:
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    others_cpu_s: list[float] = field(default_factory=list)
     start_s: float = 0.0
     peak_mb: float = 0.0
     trainer_peak_mb: float = 0.0
@@ -130,11 +131,13 @@ class Measurement:
 
     @contextmanager
     def one_pass(self, children_cpu_s: Callable[[], float] = lambda: 0.0) -> Iterator[None]:
-        """Times a pass: wall seconds, and CPU seconds of this process and of its children."""
-        children, cpu, wall = children_cpu_s(), own_cpu_s(), time.perf_counter()
+        """Times a pass: wall seconds, and CPU seconds of this process and its children, and of the machine's others."""
+        cpu, machine, wall = own_cpu_s() + children_cpu_s(), machine_cpu_s(), time.perf_counter()
         yield
         self.wall_s.append(time.perf_counter() - wall)
-        self.cpu_s.append(own_cpu_s() - cpu + children_cpu_s() - children)
+        machine = machine_cpu_s() - machine
+        self.cpu_s.append(own_cpu_s() + children_cpu_s() - cpu)
+        self.others_cpu_s.append(max(0.0, machine - self.cpu_s[-1]))
 
     def say(self) -> None:
         print("MEASUREMENT " + json.dumps(asdict(self)), flush=True)
@@ -143,6 +146,11 @@ class Measurement:
 def own_cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def machine_cpu_s() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
 
 
 def own_peak_mb() -> float:

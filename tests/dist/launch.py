@@ -22,12 +22,15 @@ def free_port() -> int:
 def run_worker(file: str, folder: Path, *, ranks: int = 1, timeout: float = 400) -> Any:
     """What the worker wrote to `folder`/result.json. Every run has its own port and its own folder for built extensions."""
     environment = dict(os.environ) | {
-        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCH_EXTENSIONS_DIR": str(folder / "ext"),
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }  # fmt: skip
-    launcher = [
-        "deepspeed", "--num_gpus", str(ranks), "--no_local_rank", "--master_port", str(free_port()), str(HERE / file), str(folder),
-    ]  # fmt: skip
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TORCH_EXTENSIONS_DIR": str(folder / "ext"),
+        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    port = str(free_port())
+    launcher = ["deepspeed", "--num_gpus", str(ranks), "--no_local_rank", "--master_port", port, str(HERE / file), str(folder)]
     # A process group of its own: what a time-out leaves behind is ended by its id.
     process = subprocess.Popen(
         launcher, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

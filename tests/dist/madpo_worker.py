@@ -57,7 +57,10 @@ def reference(lms, batch, score_last: bool):
     for i, lm in enumerate(lms):
         lm.zero_grad()
         own = torch.stack(
-            [logprob(lm, b[i].prompt, b[i].winner, score_last) - logprob(lm, b[i].prompt, b[i].loser, score_last) for b in batch]
+            [
+                logprob(lm, b[i].prompt, b[i].winner, score_last) - logprob(lm, b[i].prompt, b[i].loser, score_last)
+                for b in batch
+            ]
         )
         joint = own + margins.sum(0) - margins[i]
         loss = -torch.nn.functional.logsigmoid(ETA * joint).mean()
@@ -66,7 +69,9 @@ def reference(lms, batch, score_last: bool):
     return float(loss), gradients
 
 
-def build(lms, *, stage: int, dtype: str = "float32", optimizer: str = "SGD", rate: float = RATE, clip=None, extra=None, layout="auto"):
+def build(
+    lms, *, stage: int, dtype: str = "float32", optimizer: str = "SGD", rate: float = RATE, clip=None, extra=None, layout="auto"
+):
     config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 100_000}, "optimizer": {"type": optimizer}}
     for name, value in (extra or {}).items():
         config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
@@ -118,8 +123,8 @@ def skip_cases(cluster) -> list[dict]:
     """A dropped step changes nothing, and the step after it is the same as without it."""
     rows = []
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    for stage, dtype, extra in [(1, "float32", None), (1, "bfloat16", None), (2, "float32", None), (2, "bfloat16", None),
-                                (3, "float32", None), (3, "bfloat16", None), (2, "float32", offload), (3, "float32", offload)]:  # fmt: skip
+    grid = [(stage, dtype, None) for stage in (1, 2, 3) for dtype in ("float32", "bfloat16")]
+    for stage, dtype, extra in [*grid, (2, "float32", offload), (3, "float32", offload)]:
         lms = [tiny_lm(20 + i, scale=2.0) for i in range(2)]
         batch = random_pairs(2, 4, True, stage)
         results = []
@@ -142,10 +147,42 @@ def skip_cases(cluster) -> list[dict]:
                 real_forward, norm.forward = norm.forward, lambda x: x * float("nan")
                 rows[-1]["culprit_score"] = learner.step(batch).culprit
                 norm.forward = real_forward
-                rows[-1]["unchanged"] &= all(torch.equal(held[r][n], t) for r, e in actors.items() for n, t in weights(e).items())
+                rows[-1]["unchanged"] &= all(
+                    torch.equal(held[r][n], t) for r, e in actors.items() for n, t in weights(e).items()
+                )
             learner.step(batch)
             results.append({role: weights(e) for role, e in actors.items()})
         rows[-1]["same_after"] = all(torch.equal(results[0][r][n], results[1][r][n]) for r in results[0] for n in results[0][r])
+    return rows
+
+
+def export_cases(cluster, folder: Path) -> list[dict]:
+    """After a step, what is exported is what the engine scores with; an untied head is there, a tied one once."""
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    rows, texts = [], [[3 + 5 * k % 300 for k in range(20)], [7 + 3 * k % 300 for k in range(12)]]
+    for stage, tied in itertools.product((1, 2, 3), (False, True)):
+        actors = build([tiny_lm(50, tied=tied, scale=2.0)], stage=stage, optimizer="AdamW", rate=1e-2)
+        engine = actors["actor.0"]
+        before = weights(engine)
+        MadpoLearner(cluster, actors, ETA).step(random_pairs(1, 4, False, 2))
+        target = folder / f"export-{stage}-{tied}"
+        engine.save_pretrained(target)
+        lm, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True, dtype=torch.float32)
+        with torch.no_grad():
+            z = [lm(torch.tensor([t])).logits[0].log_softmax(-1) for t in texts]
+        reference = [[float(y[k, t[k + 1]]) for k in range(len(t) - 1)] for y, t in zip(z, texts)]
+        gap = max(abs(a - b) for p, q in zip(engine.token_logprobs(texts), reference) for a, b in zip(p, q))
+        with safe_open(target / "model.safetensors", "pt") as f:
+            names = set(f.keys())
+        rows.append(
+            {
+                "case": [stage, tied], "gap": gap, "head": "lm_head.weight" in names, "use_cache": lm.config.use_cache,
+                "odd_keys": sorted([*info["missing_keys"], *info["unexpected_keys"]]),
+                "head_moved": "lm_head.weight" in before and not torch.equal(before["lm_head.weight"], lm.lm_head.weight),
+            }
+        )  # fmt: skip
     return rows
 
 
@@ -159,7 +196,7 @@ def other_cases(cluster) -> dict:
     for stage in (1, 2, 3):
         actors = build(lms, stage=stage, dtype="bfloat16", optimizer="AdamW", rate=1e-6)
         engine = actors["actor.0"]
-        name, p = next((n, p) for n, p in engine.scorer.named_parameters() if "q_proj" in n)
+        p = next(p for n, p in engine.scorer.named_parameters() if "q_proj" in n)
         start = safe_get_full_fp32_param(p).clone()
         learner = MadpoLearner(cluster, actors, ETA)
         for _ in range(3):
@@ -179,7 +216,10 @@ def other_cases(cluster) -> dict:
         before = weights(actors["actor.0"])
         report = MadpoLearner(cluster, actors, ETA).step(batch)
         after = weights(actors["actor.0"])
-        lengths[str(clip)] = [float(sum(((before[n] - after[n]) ** 2).sum() for n in after) ** 0.5) / RATE, report.grad_norms[0]]
+        lengths[str(clip)] = [
+            float(sum(((before[n] - after[n]) ** 2).sum() for n in after) ** 0.5) / RATE,
+            report.grad_norms[0],
+        ]
     # Two passes and gradient checkpointing give the same weights as one pass.
     passes = []
     for margin_pass, checkpointing in (("one_forward", False), ("two_pass", False), ("one_forward", True)):
@@ -196,6 +236,7 @@ def other_cases(cluster) -> dict:
 def main() -> None:
     cluster = start_world("cpu")
     result = {"gradients": gradient_cases(cluster), "skips": skip_cases(cluster), "other": other_cases(cluster)}
+    result["exports"] = export_cases(cluster, Path(sys.argv[1]))
     Path(sys.argv[1], "result.json").write_text(json.dumps(result))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from launch import run_worker
 
 
@@ -51,3 +52,12 @@ def test_clipping_shortens_the_step_and_reports_the_whole_norm(result):
 
 def test_two_pass_and_checkpointing_give_the_same_step(result):
     assert max(result["other"]["passes"]) < 1e-6
+
+
+def test_exports_load_in_transformers_with_the_engines_weights(result):
+    """At every stage; `lm_head` is exported where it is a parameter of its own, and it has learned."""
+    assert len(result["exports"]) == 6
+    for row in result["exports"]:
+        tied = row["case"][1]
+        assert row["gap"] < 1e-5 and row["use_cache"] and row["odd_keys"] == [], row
+        assert row["head"] is not tied and row["head_moved"] is not tied, row

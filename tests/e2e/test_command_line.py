@@ -28,8 +28,8 @@ def run_file(folder: Path, model: Path, **changes) -> Path:
         "trainer": "madpo",
         "agents": [{"model": str(model)}, {"model": str(model)}],
         "task": {
-            "dataset": "tasks_for_tests:items", "eval_dataset": "tasks_for_tests:items", "reward_func": "tasks_for_tests:letters",
-            "formatters": ["tasks_for_tests:chat", "tasks_for_tests:text"],
+            "dataset": "tasks_for_tests:items", "eval_dataset": "tasks_for_tests:items",
+            "reward_func": "tasks_for_tests:letters", "formatters": ["tasks_for_tests:chat", "tasks_for_tests:text"],
         },
         "args": {
             "preference_num_candidates": 4, "preference_pairs_per_sample": 2, "max_new_tokens": [8, 12], "temperature": 1.0,
@@ -156,7 +156,8 @@ def test_no_pair_ends_well_and_leaves_the_policies(tiny_model, tmp_path):
 
 def test_invalid_scores_are_counted_and_never_paired(tiny_model, tmp_path):
     file = run_file(tmp_path, tiny_model)
-    done = run("train", str(file), "task.reward_func=tasks_for_tests:sometimes_nan", "args.max_invalid_fraction=1", cwd=tmp_path)
+    oracle = "task.reward_func=tasks_for_tests:sometimes_nan"
+    done = run("train", str(file), oracle, "args.max_invalid_fraction=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     counted = next(r for r in metrics(tmp_path) if "collect/pairs" in r)["collect/invalid_scores"]
     journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal.jsonl").read_text().splitlines()]
@@ -236,6 +237,7 @@ def test_the_demo_run_trains_syncs_and_evaluates(demo_run):
 
 def test_engines_that_die_end_the_run_with_one_line(tiny_model, tmp_path):
     file = run_file(tmp_path, tiny_model, rollout={"backend": "vllm", "max_model_len": 128, "engines": 1})
-    done = run("train", str(file), "task.reward_func=tasks_for_tests:kills_engines", "args.collection_chunk_items=2", cwd=tmp_path)
+    oracle = "task.reward_func=tasks_for_tests:kills_engines"
+    done = run("train", str(file), oracle, "args.collection_chunk_items=2", cwd=tmp_path)
     assert done.returncode == 1
     assert "ended by signal 9" in done.stderr and "Traceback" not in done.stderr

@@ -25,8 +25,9 @@ ITEMS, CANDIDATES = 4, 4
 
 
 def requests() -> list[Request]:
+    prompt = lambda t, i: tuple((5 + 11 * t + 3 * i + k) % 320 for k in range(9 + t))  # noqa: E731
     return [
-        Request(f"agent_{i}", tuple((5 + 11 * t + 3 * i + k) % 320 for k in range(9 + t)), 12, seed_of(7, "target", 1, t, i, j), (2,))
+        Request(f"agent_{i}", prompt(t, i), 12, seed_of(7, "target", 1, t, i, j), (2,))
         for t in range(ITEMS)
         for i in range(2)
         for j in range(CANDIDATES)
@@ -100,7 +101,8 @@ def test_logprobs_and_greedy_tokens_agree_with_transformers(engines):
     ours, theirs = RolloutPool(started, shape_of).prompt_logprobs(policy, rows), reference.prompt_logprobs(rows)
     assert max(abs(x - y) for a, b in zip(ours, theirs) for x, y in zip(a, b)) < 1e-3
     greedy = Sampling(temperature=0)
-    got = [dict(RolloutPool([e], shape_of).generate(requests()[::8], {"agent_0": policy}, greedy)) for e in (started[0], reference)]
+    pools = [RolloutPool([e], shape_of) for e in (started[0], reference)]
+    got = [dict(pool.generate(requests()[::8], {"agent_0": policy}, greedy)) for pool in pools]
     assert [got[0][k].ids for k in range(4)] == [got[1][k].ids for k in range(4)]
 
 
@@ -127,7 +129,7 @@ def test_a_dead_engine_ends_generation_with_its_signal(engines, tmp_path):
 def test_an_engine_that_cannot_start_says_so(tmp_path, engines):
     folder, _ = engines
     engine = start_engine(folder, "no_such_dtype")
-    with pytest.raises(RolloutError, match="start failed|exit code"):
+    with pytest.raises(RolloutError, match=r"start failed|exit code"):
         engine.wait_ready()
     engine.shutdown()
 

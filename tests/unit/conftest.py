@@ -1,22 +1,38 @@
-"""Unit tests use no network, no GPU and one thread: they must give the same numbers beside other work."""
+"""Unit tests take one thread and leave the process as they found it: other tests may run in it, other work beside it."""
 
 from __future__ import annotations
 
 import os
-
-os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging
 
-torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 # The examples are the same in every run, and how busy the machine is decides nothing.
 settings.register_profile("unit", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("unit")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """The command line sets defaults for its process; a test's must not reach the next."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

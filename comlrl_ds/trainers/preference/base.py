@@ -145,7 +145,8 @@ class PreferenceTrainer:
         rows |= {
             "tasks": f"{tasks} × {args.preference_num_candidates} candidates; {held} held out",
             "actors": f"ZeRO stage {self.plan.stage}, {self.plan.dtype} with fp32 masters, {self.plan.optimizer['type']}",
-            "step": f"{args.batch_size} pairs, {args.num_train_epochs} epochs, micro-steps of up to {args.max_tokens_per_micro_batch} tokens",
+            "step": f"{args.batch_size} pairs, micro-steps of up to {args.max_tokens_per_micro_batch} tokens",
+            "epochs": str(args.num_train_epochs),
             "rollout": describe(self.rollout, self.setup.sources, device),
             "run": f"{self.run_dir.path}, seed {self.seed}",
         }

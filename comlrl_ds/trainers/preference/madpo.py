@@ -64,8 +64,8 @@ class MADPOTrainer(PreferenceTrainer):
                 bar.advance(items, f"{rate:.0f} tokens/s")
 
             sampled = sampler.sample(
-                prompts, self.session.policies(), sampling, stream="target", round=round, candidates=args.preference_num_candidates,
-                journal=journal, progress=progress,
+                prompts, self.session.policies(), sampling, stream="target", round=round,
+                candidates=args.preference_num_candidates, journal=journal, progress=progress,
             )  # fmt: skip
         collected = pairs_from(
             sampled, mode=args.pair_selection, cap=args.preference_pairs_per_sample, run_seed=self.seed, round=round,

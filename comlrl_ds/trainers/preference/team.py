@@ -146,7 +146,8 @@ def set_up_team(
             problems.append(
                 Problem(
                     "max_new_tokens",
-                    f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} (rollout.max_model_len)",
+                    f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} tokens"
+                    " (rollout.max_model_len)",
                 )
             )
     if problems or oracle is None or checked is None:
