@@ -44,9 +44,11 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
     found: dict[str, Problem] = {}
     for e in error.errors(include_url=False):
         # pydantic adds the tried type of a union to the place; the user wrote no such thing.
-        path = ".".join(
-            str(part) for part in e["loc"] if not str(part).startswith(("constrained-", "list[", "dict[", "str", "int"))
-        )
+        path = ".".join(str(part) for part in e["loc"] if not _is_type_tag(part))
+        inner = e.get("ctx", {}).get("error")
+        if isinstance(inner, ConfigError):
+            found |= {f"{p.path}\n{p.message}": p for p in inner.under(path).problems}
+            continue
         written = repr(e["input"])
         written = written if len(written) <= 80 else written[:77] + "..."
         if e["type"] == "extra_forbidden":
@@ -61,6 +63,11 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             message = f"{e['msg'][0].lower()}{e['msg'][1:]}, got {written}"
         found.setdefault(path if path else message, Problem(path, message))
     return list(found.values())
+
+
+def _is_type_tag(part: Any) -> bool:
+    text = str(part)
+    return text in ("int", "str", "float", "bool") or text.startswith(("constrained-", "list[", "dict["))
 
 
 def _fields_at(model: Any, loc: Sequence[Any]) -> list[str]:
@@ -90,5 +97,11 @@ class Settings(BaseModel):
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, type(self))) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
         except ValidationError as error:
             raise ConfigError(problems_of(error, type(self))) from None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from comlrl_ds.config.errors import Settings
+from comlrl_ds.config.errors import ConfigError, Problem, Settings
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -130,18 +130,18 @@ class MADPOConfig(Settings):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> MADPOConfig:
+        problems = []
         if self.pair_selection == "all" and self.preference_pairs_per_sample is not None:
-            raise ValueError(
-                f"preference_pairs_per_sample: {self.preference_pairs_per_sample} contradicts pair_selection 'all';"
-                " write preference_pairs_per_sample: null"
-            )
+            message = f"{self.preference_pairs_per_sample} contradicts pair_selection 'all'; write null"
+            problems.append(Problem("preference_pairs_per_sample", message))
         for name in ("max_new_tokens", "agent_devices", "reference_devices"):
             value = getattr(self, name)
             allowed = (self.num_agents,) if name == "max_new_tokens" else (1, self.num_agents)
             if isinstance(value, list) and len(value) not in allowed:
-                raise ValueError(
-                    f"{name}: a list of {len(value)} for {self.num_agents} agents; write one value or {self.num_agents}"
-                )
+                message = f"a list of {len(value)} for {self.num_agents} agents; write one value or {self.num_agents}"
+                problems.append(Problem(name, message))
+        if problems:
+            raise ConfigError(problems)
         return self
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +80,13 @@ class RunFile(Settings):
         return TRAINERS[self.trainer](**{"num_agents": len(self.agents)} | self.args)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-5 is a number, as in YAML 1.2 and JSON."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789"))
+
+
 def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFile:
     """Read, override and check a run file.
 
@@ -92,9 +100,11 @@ def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFi
     file = Path(file)
     problems: list[Problem] = []
     try:
-        data = yaml.safe_load(file.read_text())
+        data = yaml.load(file.read_text(), _Loader)
     except FileNotFoundError:
         raise ConfigError(Problem(str(file), "no such file")) from None
+    except OSError as error:
+        raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(Problem(str(file), f"not YAML: {' '.join(str(error).split())}")) from None
     if not isinstance(data, dict):
@@ -125,6 +135,8 @@ def _problems_in_args(data: dict[str, Any]) -> list[Problem]:
     kind, args, agents = data.get("trainer"), data.get("args") or {}, data.get("agents")
     if kind not in TRAINERS or not isinstance(args, dict):
         return []
+    if odd := [name for name in args if not isinstance(name, str)]:
+        return [Problem(f"args.{odd[0]}", f"{odd[0]!r} is no name of a setting")]
     count = len(agents) if isinstance(agents, list) and agents else args.get("num_agents", 2)
     if args.get("num_agents", count) != count:
         return [Problem("args.num_agents", f"{args['num_agents']} contradicts the {count} entries of agents; leave it out")]
@@ -144,7 +156,7 @@ def _override(data: dict[str, Any], text: str) -> None:
     for part in parents:
         place = _step(place, part, path)
     try:
-        parsed = yaml.safe_load(value)
+        parsed = yaml.load(value, _Loader)
     except yaml.YAMLError:
         parsed = value
     if isinstance(place, list):

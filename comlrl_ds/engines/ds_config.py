@@ -16,6 +16,11 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Problem
 
 DTYPES = ("bfloat16", "float16", "float32")
+FILLED_BY_WIDTH = {
+    "zero_optimization.reduce_bucket_size": lambda width: width * width,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "zero_optimization.stage3_param_persistence_threshold": lambda width: 10 * width,
+}
 DEFAULT = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50_000_000}}
 
 
@@ -74,6 +79,9 @@ def plan_engine(user: Mapping[str, Any], numbers: TrainerNumbers) -> EnginePlan:
     problems: list[Problem] = []
     notes: list[str] = []
 
+    _check_kinds(config, problems)
+    if problems:
+        raise ConfigError(problems)
     dtype = _dtype(config, numbers, problems)
     stage = _stage(config, problems, notes)
     max_pairs = _batch(config, numbers, problems)
@@ -98,10 +106,22 @@ def plan_engine(user: Mapping[str, Any], numbers: TrainerNumbers) -> EnginePlan:
     return EnginePlan(config, stage, dtype, optimizer, scheduler, max_pairs, tuple(notes))
 
 
+def _check_kinds(config: Mapping[str, Any], problems: list[Problem]) -> None:
+    kinds = dict.fromkeys(("bf16", "fp16", "zero_optimization", "data_types"), "an object")
+    kinds |= dict.fromkeys(("optimizer", "scheduler"), "{'type': name, 'params': {…}}")
+    for name, kind in kinds.items():
+        if name in config and not isinstance(config[name], dict):
+            problems.append(Problem(f"deepspeed.{name}", f"must be {kind}, got {config[name]!r}"))
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = config.get(name, "auto")
+        if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            problems.append(Problem(f"deepspeed.{name}", f"must be a positive integer or 'auto', got {value!r}"))
+
+
 def _section(value: Any, name: str, problems: list[Problem]) -> dict[str, Any] | None:
     if value is None:
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+    if not isinstance(value.get("type"), str) or not isinstance(value.get("params") or {}, dict):
         problems.append(Problem(f"deepspeed.{name}", "must be {'type': name, 'params': {…}}"))
         return None
     return {"type": value["type"], "params": dict(value.get("params") or {})}
@@ -110,12 +130,9 @@ def _section(value: Any, name: str, problems: list[Problem]) -> dict[str, Any] |
 def _dtype(config: dict[str, Any], numbers: TrainerNumbers, problems: list[Problem]) -> str:
     enabled = {}
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        section = config.get(name)
-        if section is not None and not isinstance(section, dict):
-            problems.append(Problem(f"deepspeed.{name}", "must be an object such as {'enabled': true}"))
-            section = {}
-        value = (section or {}).get("enabled", "auto")
-        enabled[dtype] = numbers.dtype == dtype if value == "auto" and numbers.dtype != "auto" else value
+        enabled[dtype] = config.get(name, {}).get("enabled", "auto")
+    if numbers.dtype != "auto" and True not in enabled.values():
+        enabled = {d: numbers.dtype == d if value == "auto" else value for d, value in enabled.items()}
     chosen = [d for d, on in enabled.items() if on is True]
     if len(chosen) == 2:
         problems.append(Problem("deepspeed.fp16", "bf16 and fp16 are both enabled; keep one"))
@@ -208,7 +225,7 @@ def _optimizer(config: dict[str, Any], numbers: TrainerNumbers, problems: list[P
 def _autos(config: Mapping[str, Any], prefix: str = "") -> list[str]:
     found = []
     for name, value in config.items():
-        if value == "auto" and not (prefix == "zero_optimization." and name.startswith(("reduce_", "stage3_"))):
+        if value == "auto" and prefix + name not in FILLED_BY_WIDTH:
             found.append(prefix + name)
         elif isinstance(value, dict):
             found += _autos(value, f"{prefix}{name}.")
@@ -218,11 +235,7 @@ def _autos(config: Mapping[str, Any], prefix: str = "") -> list[str]:
 def fill_hidden_size(config: dict[str, Any], hidden_size: int) -> None:
     """ZeRO's "auto" buckets follow from the model's width, as in transformers' integration."""
     zero = config["zero_optimization"]
-    rules = {
-        "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    for name, value in rules.items():
+    for path, rule in FILLED_BY_WIDTH.items():
+        name = path.removeprefix("zero_optimization.")
         if zero.get(name) == "auto":
-            zero[name] = value
+            zero[name] = rule(hidden_size)

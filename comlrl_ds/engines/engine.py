@@ -131,6 +131,11 @@ class PolicyEngine:
         """Of the next step."""
         return float(self._engine.optimizer.param_groups[0]["lr"])
 
+    def missing_state_bytes(self) -> int:
+        """What the first steps will still allocate on this rank: fp32 gradients and two fp32 optimizer states."""
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.parameters())
+        return 0 if self.version else 12 * elements // self.world_size
+
     # --- weights
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of every parameter, a tied head once, gathered in groups; a collective.

@@ -81,7 +81,11 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
         scorer.whole_logits = (ours - own).abs().max().item() > tolerance
     except (AttributeError, TypeError, RuntimeError):
         scorer.whole_logits = True  # no usable base model; its own forward is right by definition
-    if layout == "rows" or (layout == "auto" and _mask_would_be_wrong(scorer.lm.config)):
+    if layout == "rows":
+        return "rows"
+    if _mask_would_be_wrong(scorer.lm.config):
+        if layout == "shared":
+            raise ValueError("args.row_layout: this model's attention takes no mask of ours; write auto or rows")
         return "rows"
     shared = pack([pair], layout="shared", score_last_token=True).to(device)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ class MadpoLearner:
         eta: η of the loss. score_last_token: whether a completion's last token counts.
         max_tokens: padded tokens of one forward, for the worst agent. max_pairs: bound on its pairs.
         margin_pass: "auto" | "one_forward" | "two_pass".
-        free_bytes: memory that the graphs may take under "auto".
+        graph_budget: bytes that the open graphs may take under "auto".
     """
 
     cluster: Cluster
@@ -74,7 +74,7 @@ class MadpoLearner:
     max_tokens: int = 2048
     max_pairs: int | None = None
     margin_pass: str = "auto"
-    free_bytes: Callable[[], int] = lambda: 1 << 62
+    graph_budget: float = math.inf
     _open: dict[str, Tensor] = field(default_factory=dict)
     _rates: list[float] = field(default_factory=list)
 
@@ -178,8 +178,8 @@ class MadpoLearner:
         if self.margin_pass != "auto":
             return self.margin_pass == "two_pass"
         lengths = self._lengths(batch)
-        worst = max(max(max(lengths[k]) for k in micro) * len(micro) for micro in plan)
-        return sum(graph_bytes(e, worst) for e in self.actors.values()) > 0.5 * self.free_bytes()
+        worst = max(max(max(lengths[k]) for k in micro) * len(micro) for micro in plan) * self._rows_per_pair()
+        return sum(graph_bytes(e, worst) for e in self.actors.values()) > self.graph_budget
 
 
 def graph_bytes(engine: PolicyEngine, tokens: int) -> int:

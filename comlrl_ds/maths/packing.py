@@ -121,6 +121,9 @@ def _fill(rows: Sequence[_Row], layout: Layout) -> MicroBatch:
             target += [int(t) for t in tokens]
             side += [name] * len(tokens)
             end = stop
+        if visible is not None:
+            # A shared row may be wider than the model is long; its padding must not ask for positions that do not exist.
+            positions[b, end:] = 0
     as_long = lambda values: torch.tensor(values, dtype=torch.long)  # noqa: E731
     return MicroBatch(ids, positions, visible, as_long(at), as_long(target), as_long(side))
 

@@ -73,6 +73,7 @@ class JointSampler:
         self._pool, self._team, self._oracle, self._run_seed = pool, team, oracle, run_seed
         self._on_error, self._chunk_items = oracle_on_error, chunk_items
         self.oracle_errors = 0
+        self._failed = False
 
     def sample(
         self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str,
@@ -89,7 +90,7 @@ class JointSampler:
         done: list[SampledItem] = []
         chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self._team.size))
         with ThreadPoolExecutor(1, "oracle") as scorer:
-            jobs: dict[Future[list[Score]], SampledItem] = {}
+            jobs: dict[Future[None], SampledItem] = {}
             try:
                 for start in range(0, len(prompts), chunk):
                     part = [self._empty(joint, candidates) for joint in prompts[start : start + chunk]]
@@ -100,10 +101,8 @@ class JointSampler:
             finally:
                 scorer.shutdown(cancel_futures=True)
                 if journal:
-                    # After an error: whatever else was scored meanwhile is kept.
-                    for job, sampled in jobs.items():
-                        if not job.cancelled() and job.exception() is None:
-                            _write_scores(journal, round, sampled.joint.index, job.result())
+                    for sampled in jobs.values():  # after an error: what was scored meanwhile is kept
+                        _write_scores(journal, round, sampled)
                     journal.sync()
         return done
 
@@ -142,32 +141,36 @@ class JointSampler:
             for tokenizer, row in zip(self._team.tokenizers, sampled.completions)
         ]
 
-    def _score(self, sampled: SampledItem) -> list[Score]:
-        joint = sampled.joint
-        return [self._one_score(joint, [row[j] for row in sampled.texts]) for j in range(len(sampled.texts[0]))]
+    def _score(self, sampled: SampledItem) -> None:
+        """Fills `sampled.scores`, one at a time, so that an error later on leaves those before it."""
+        for j in range(len(sampled.texts[0])):
+            if self._failed:
+                return
+            sampled.scores.append(self._one_score(sampled.joint, [row[j] for row in sampled.texts]))
 
     def _one_score(self, joint: JointPrompt, texts: list[str]) -> Score:
         try:
             return self._oracle.score(joint.item, joint.index, [p.text for p in joint.prompts], texts)
         except OracleError:
             if self._on_error == "raise":
+                self._failed = True
                 raise
             self.oracle_errors += 1
             return INVALID
 
     def _take(self, job, jobs, round, journal, progress) -> None:
+        job.result()
         sampled = jobs.pop(job)
-        sampled.scores = job.result()
         if journal:
-            _write_scores(journal, round, sampled.joint.index, sampled.scores)
+            _write_scores(journal, round, sampled)
         if progress:
             progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
 
 
-def _write_scores(journal: Journal, round: int, item: int, scores: Sequence[Score]) -> None:
-    for j, score in enumerate(scores):
+def _write_scores(journal: Journal, round: int, sampled: SampledItem) -> None:
+    for j, score in enumerate(sampled.scores):
         raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
-        journal.append("score", round=round, item=item, candidate=j, raw=raw, value=value)
+        journal.append("score", round=round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
 
 
 @dataclass(frozen=True)

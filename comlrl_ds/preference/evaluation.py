@@ -51,7 +51,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 def evaluation_of(sampled: Sequence[SampledItem]) -> Evaluation:
     """Finite rewards per task; a task without any is left out."""
-    kept = [(s.joint.index, [x for x in s.values if math.isfinite(x)]) for s in sampled]
+    kept = [(s.joint.index, [x.value for x in s.scores if x.valid]) for s in sampled]
     return Evaluation([k for k, r in kept if r], [r for _, r in kept if r])
 
 
@@ -62,8 +62,8 @@ def write_samples(file: Path, sampled: Sequence[SampledItem]) -> None:
             "item": s.joint.index,
             "prompts": [p.text for p in s.joint.prompts],
             "samples": [
-                {"completions": [row[j] for row in s.texts], "reward": x if math.isfinite(x) else None}
-                for j, x in enumerate(s.values)
+                {"completions": [row[j] for row in s.texts], "reward": x.value if x.valid else None}
+                for j, x in enumerate(s.scores)
             ],
         }
         for s in sampled

@@ -21,7 +21,9 @@ class Journal:
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, kind: str, **fields: Any) -> None:
+        """One line, handed to the system at once: a killed process loses nothing."""
         self._file.write(json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False) + "\n")
+        self._file.flush()
 
     def sync(self) -> None:
         self._file.flush()

@@ -79,11 +79,14 @@ def _calling_form(function: Callable[..., Any], n: int) -> tuple[str, set[str]]:
     if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
         return "lists", keywords
     positional = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    must = [p for p in positional if p.default is kinds.empty and p.name != "batch_items"]
+    if len(must) == n + 1 and must[0].name == "prompts":
+        return "prompts", keywords - {"prompts"}
     plain = [p for p in positional if p.name not in context or p.kind is kinds.POSITIONAL_ONLY]
     required = [p for p in plain if p.default is kinds.empty]
     if any(len(group) == n for group in (plain, required)):
         return "lists", keywords
-    if len(plain) == n + 1 or len(required) == n + 1 or (len(positional) == n + 1 and positional[0].name == "prompts"):
+    if len(plain) == n + 1 or len(required) == n + 1:
         return "prompts", keywords - {"prompts"}
     if len(required or plain) == 1 and n > 1:
         return "one", keywords
@@ -98,7 +101,9 @@ def _calling_form(function: Callable[..., Any], n: int) -> tuple[str, set[str]]:
 
 def _first_number(value: Any) -> float:
     if hasattr(value, "detach"):
-        value = value.detach().reshape(-1).tolist()
+        value = value.detach()
+    if hasattr(value, "reshape"):  # tensors and arrays
+        value = value.reshape(-1).tolist()
     if isinstance(value, list | tuple):
         if not value:
             raise ValueError("returned an empty list instead of a score")

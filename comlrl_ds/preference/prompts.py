@@ -82,7 +82,7 @@ class PromptBuilder:
         prompts: list[Prompt] = []
         for agent, (tokenizer, formatter, limit) in enumerate(zip(self.tokenizers, self.formatters, self.limits)):
             where = f"task {index}, agent {agent}"
-            prompt = encode_prompt(tokenizer, _call(formatter, item), where)
+            prompt = encode_prompt(tokenizer, _call(formatter, item, where), where)
             if len(prompt.ids) > limit:
                 if self.overlong == "error":
                     raise PromptError(
@@ -98,12 +98,15 @@ class PromptBuilder:
         return JointPrompt(index, item, tuple(prompts))
 
 
-def _call(formatter: Formatter, item: Mapping[str, Any]) -> Any:
+def _call(formatter: Formatter, item: Mapping[str, Any], where: str) -> Any:
     try:
         takes_external = "external_prompts" in inspect.signature(formatter).parameters
     except (TypeError, ValueError):
         takes_external = False
-    return formatter(item, external_prompts=None) if takes_external else formatter(item)
+    try:
+        return formatter(item, external_prompts=None) if takes_external else formatter(item)
+    except Exception as error:  # the user's code: whatever it raises, the task and the agent are named
+        raise PromptError(f"{where}: the formatter raised {type(error).__name__}: {error}") from error
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], where: str = "prompt") -> Prompt:
@@ -123,9 +126,11 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], whe
             raise PromptError(
                 f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string"
             )
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in prompt if isinstance(m, Mapping)], tokenize=False, add_generation_prompt=True
-        )
+        messages = [dict(m) for m in prompt if isinstance(m, Mapping)]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program too, and refuses e.g. a system message in its own way
+            raise PromptError(f"{where}: the chat template raised {type(error).__name__}: {error}") from error
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if bos is not None and ids[:1] != [bos] and list(tokenizer("")["input_ids"])[:1] == [bos]:
             ids = [bos, *ids]

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What may differ between two folders of one architecture.
-_IGNORED = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_IGNORED = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_IGNORED |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def shape_of(source: str) -> str:

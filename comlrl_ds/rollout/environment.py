@@ -11,7 +11,7 @@ _LAUNCHER = re.compile(
     r"|ROLE_.*|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*|TORCH_NCCL_.*|OMPI_.*|PMI_.*|PMIX_.*|SLURM_.*|DS_ACCELERATOR|GLOO_SOCKET_IFNAME)"
 )
 # Credentials of services that only the trainer's rank 0 talks to. The hub's token stays: the engine loads models.
-_SECRET = re.compile(r".*(API_KEY|ACCESS_KEY|SECRET|PASSWORD|CREDENTIALS|WANDB_.*|_TOKEN)", re.IGNORECASE)
+_SECRET = re.compile(r"(.*_)?(KEY|APIKEY|SECRET|PASSWORD|CREDENTIALS|TOKEN)|WANDB_.*", re.IGNORECASE)
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 

@@ -95,9 +95,8 @@ class HostSender:
         for name in sorted(self._shapes.keys() | shapes.keys()) if self._shapes else ():
             old, new = self._shapes.get(name), shapes.get(name)
             if old != new:
-                raise RolloutError(
-                    f"weight sync of {policy.name}: {name} was {old or 'absent'} in the sync before, now {new or 'missing'}"
-                )
+                was, now = ("absent" if old is None else old), ("missing" if new is None else new)
+                raise RolloutError(f"weight sync of {policy.name}: {name} was {was} in the sync before, now {now}")
 
     def _flush(self, chunk: list[tuple[str, Tensor, int]], size: int) -> None:
         import torch

@@ -30,6 +30,7 @@ class TransformersEngine(RolloutEngine):
         logging.disable_progress_bar()
         self.source = self.held = source
         self._model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)
+        self._model.generation_config.eos_token_id = None  # requests say what ends them; nothing is inherited
         self._batch_size, self._device = batch_size, device
         self._todo: list[tuple[int, Request]] = []
         self._sampling = Sampling()
@@ -58,7 +59,7 @@ class TransformersEngine(RolloutEngine):
 
     @torch.no_grad()
     def _generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        from transformers import GenerationConfig, LogitsProcessorList
+        from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         width = max(len(r.prompt) for r in requests)
         ids = torch.zeros(len(requests), width, dtype=torch.long)
@@ -66,15 +67,14 @@ class TransformersEngine(RolloutEngine):
         for b, r in enumerate(requests):
             ids[b, width - len(r.prompt) :] = torch.tensor(r.prompt)
             mask[b, width - len(r.prompt) :] = 1
-        stops = sorted({t for r in requests for t in r.stop_ids})
-        generation = GenerationConfig(
-            do_sample=False, max_new_tokens=max(r.max_new_tokens for r in requests), eos_token_id=stops or None, pad_token_id=0,
-        )  # fmt: skip
+        longest = max(r.max_new_tokens for r in requests)
+        generation = GenerationConfig(do_sample=False, max_new_tokens=longest, eos_token_id=None, pad_token_id=0)
         least = [self._least(r) for r in requests]
         sampler = SeededSampler(requests, self._sampling, width, least)
         out = self._model.generate(
             input_ids=ids.to(self._device), attention_mask=mask.to(self._device), generation_config=generation,
             logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([RowStops(requests, width)]),
         )  # fmt: skip
         return out[:, width:].tolist()
 
@@ -108,6 +108,19 @@ class TransformersEngine(RolloutEngine):
 
     def shutdown(self) -> None:
         self._model = None
+
+
+class RowStops:
+    """Ends each row at a stop token of its own request, or at its own length."""
+
+    def __init__(self, requests: Sequence[Request], prompt_width: int) -> None:
+        self._requests, self._width = requests, prompt_width
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        length = input_ids.shape[1] - self._width
+        last = input_ids[:, -1].tolist()
+        ended = [t in r.stop_ids or length >= r.max_new_tokens for t, r in zip(last, self._requests)]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 class SeededSampler:

@@ -147,7 +147,7 @@ def test_case_blanks_and_aliases():
 
 
 def test_all_pairs_have_no_cap():
-    with pytest.raises(ConfigError, match=r"preference_pairs_per_sample: 16 contradicts.*preference_pairs_per_sample: null"):
+    with pytest.raises(ConfigError, match=r"preference_pairs_per_sample: 16 contradicts pair_selection .all.; write null"):
         MADPOConfig(pair_selection="all")
     assert MADPOConfig(pair_selection="all", preference_pairs_per_sample=None).preference_pairs_per_sample is None
 

@@ -23,7 +23,8 @@ ETA, RATE = 0.7, 0.05
 class PlainEngine:
     """What `PolicyEngine` does, in float64 and without DeepSpeed: SGD, so that a step shows the gradient itself."""
 
-    def __init__(self, lm, layout="shared"):
+    def __init__(self, lm, layout, graphs):
+        self.graphs = graphs  # (open now, most at a time) over all engines
         self.scorer, self.layout, self.plan = Scorer(lm.double(), chunk=7), layout, SimpleNamespace(dtype="float32")
         self.steps = self.discards = self.open = self.most_open = self.forwards = 0
         self.taken: list[torch.Tensor] = []
@@ -32,11 +33,14 @@ class PlainEngine:
         self.forwards += 1
         self.open += grad
         self.most_open = max(self.most_open, self.open)
+        self.graphs[0] += grad
+        self.graphs[1] = max(self.graphs)
         with torch.set_grad_enabled(grad):
             return sum_by_side(self.scorer(**inputs_of(batch)), batch.side, pairs)
 
     def backward(self, scores, weights):
         self.open -= 1
+        self.graphs[0] -= 1
         (scores * weights.to(scores)).sum().backward()
 
     @property
@@ -63,7 +67,8 @@ class PlainEngine:
 
 
 def learner_of(lms, *, layout="shared", **settings):
-    engines = {f"actor.{i}": PlainEngine(lm, layout) for i, lm in enumerate(lms)}
+    graphs = [0, 0]
+    engines = {f"actor.{i}": PlainEngine(lm, layout, graphs) for i, lm in enumerate(lms)}
     return MadpoLearner(Cluster(0, 1, "cpu"), engines, ETA, **settings), list(engines.values())
 
 
@@ -145,18 +150,20 @@ def test_one_forward_and_two_passes_take_the_same_step(max_tokens):
 
 def test_auto_holds_the_graphs_only_where_they_fit():
     batch = batch_of(2, False)
-    for free, passes in ((1 << 40, 1), (1, 2)):
-        learner, engines = learner_of(models(2), margin_pass="auto", free_bytes=lambda free=free: free)
+    for budget, passes in ((1 << 40, 1), (1, 2)):
+        learner, engines = learner_of(models(2), margin_pass="auto", graph_budget=budget)
         report = learner.step(batch)
         assert engines[0].forwards == passes * report.micro_steps
 
 
 def test_no_engine_ever_has_two_open_forwards():
     # Several open forwards with several backwards give silently wrong gradients at ZeRO-3.
-    for margin_pass in ("one_forward", "two_pass"):
+    # One forward keeps the graphs of all agents while margins are exchanged; two passes exist to hold one at a time.
+    for margin_pass, graphs in (("one_forward", 2), ("two_pass", 1)):
         learner, engines = learner_of(models(2), max_tokens=45, margin_pass=margin_pass)
         assert learner.step(batch_of(2, False)).micro_steps > 1
         assert [(e.most_open, e.open) for e in engines] == [(1, 0), (1, 0)]
+        assert engines[0].graphs == [0, graphs]
 
 
 def test_all_margins_are_taken_at_the_same_parameters():

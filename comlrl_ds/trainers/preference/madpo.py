@@ -109,8 +109,11 @@ class MADPOTrainer(PreferenceTrainer):
     def _learner(self) -> MadpoLearner:
         from comlrl_ds.engines.hardware import free_bytes
 
+        actors = self.session.actors()
+        # Asked once, before training: later the allocators hold what they have freed, and it looks taken.
+        free = free_bytes(self._settings.device) - sum(a.missing_state_bytes() for a in actors.values())
         return MadpoLearner(
-            self.session.cluster, self.session.actors(), self.args.dpo_beta, score_last_token=self.args.scores_last_token,
+            self.session.cluster, actors, self.args.dpo_beta, score_last_token=self.args.scores_last_token,
             max_tokens=self.args.max_tokens_per_micro_batch, max_pairs=self.session.plan.max_pairs,
-            margin_pass=self.args.margin_pass, free_bytes=lambda: free_bytes(self._settings.device),
+            margin_pass=self.args.margin_pass, graph_budget=0.8 * free,
         )  # fmt: skip
