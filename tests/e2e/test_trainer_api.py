@@ -60,8 +60,9 @@ def test_three_agents_with_their_own_models_and_limits(tmp_path, tiny_model):
     from tiny import save_tiny_model
 
     other = save_tiny_model(tmp_path / "other", 9, layers=1)  # another architecture: its engine is its own
+    models = [str(tiny_model), str(other), str(tiny_model)]
     with trainer(
-        tmp_path, tiny_model, agent_model=None, agents=[str(tiny_model), str(other), str(tiny_model)], formatters=text,
+        tmp_path, tiny_model, agent_model=None, agents=models, formatters=text,
         reward_func=lambda a, b, c: letters(a, b)[0] + 0.01 * len(set(c[0])),
         args={"num_agents": 3, "max_new_tokens": [4, 6, 8]},
     ) as t:  # fmt: skip
@@ -98,7 +99,7 @@ def test_evaluation_by_the_task_reward_repeats_itself_and_zero_tasks_are_none(tm
         assert file.read_bytes() == content and len(calls) == 8
         rewards = [s["reward"] for x in json.loads(content) for s in x["samples"]]
         assert first["eval/turn_1/reward_mean"] == pytest.approx(math.fsum(rewards) / 4)
-        assert first["eval/user/length"] == second["eval/user/length"] > 0
+        assert first["eval/length"] == second["eval/length"] > 0
         assert t.session._actors == {}  # nothing is trained, so no actor was loaded
 
 

@@ -336,5 +336,5 @@ def test_evaluation_uses_the_users_own_metrics_too(model_folders, tmp_path):
         values = trainer.evaluate()
     ((turns, items, prompts),) = seen
     assert (len(turns), [len(t) for t in turns], items, prompts) == (2, [2, 2], [{"prompt": "w3"}] * 2, ["w3"] * 2)
-    assert values["eval/user/longest"] == max(len(t[0]) for t in turns[0])
+    assert values["eval/longest"] == max(len(t[0]) for t in turns[0])
     assert values["eval/turn_1/reward_mean"] == 1.0

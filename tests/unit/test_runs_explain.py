@@ -35,13 +35,13 @@ def lines(file):
 def test_metrics_are_appended_with_their_place_in_the_run(tmp_path):
     metrics = Metrics(tmp_path / "m.jsonl")
     metrics.write(1, 8, {"train/loss": 0.5, agent_metric("train/margin", 1): -2.0})
-    metrics.write(2, 16, {"eval/turn_1/reward_mean": 1.0, "eval/user/longest": 3})
+    metrics.write(2, 16, {"eval/turn_1/reward_mean": 1.0, "eval/longest": 3})
     first, second = lines(tmp_path / "m.jsonl")
     assert (first.pop("time") > 1.6e9, first) == (
         True,
         {"update": 1, "env_step": 8, "train/loss": 0.5, "train/margin/agent_1": -2.0},
     )
-    assert (second["update"], second["eval/user/longest"]) == (2, 3)
+    assert (second["update"], second["eval/longest"]) == (2, 3)
 
 
 def test_values_that_are_not_finite_are_null(tmp_path):
@@ -53,7 +53,7 @@ def test_values_that_are_not_finite_are_null(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["train/los", "train/loss/agent_0", "train/margin", "train/margin/agent_x", "train/margin/3", "eval/user/", "loss", ""],
+    ["train/los", "train/loss/agent_0", "train/margin", "train/margin/agent_x", "train/margin/3", "eval/", "loss", ""],
 )
 def test_an_undeclared_metric_is_refused(tmp_path, name):
     metrics = Metrics(tmp_path / "m.jsonl")

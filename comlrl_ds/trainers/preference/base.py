@@ -261,13 +261,13 @@ class PreferenceTrainer:
         self.reporter.log({"rollout/logprob_gap": math.fsum(gaps) / len(gaps)})
 
     def _user_metrics(self, sampled: Sequence[SampledItem]) -> dict[str, float]:
-        """Metrics of `eval_logger` and `eval_aggregator`, under eval/user/."""
+        """Metrics of `eval_logger` and `eval_aggregator`, under eval/."""
         logger, aggregator = self._eval_user
-        if logger is None or aggregator is None:
+        if logger is None or aggregator is None or not sampled:
             return {}
         rows: list[Any] = []
         for s in sampled:
             turns = [[[text] for text in row] for row in s.texts]
             items, prompts = [s.joint.item] * len(turns[0]), [s.joint.item.get("prompt", "")] * len(turns[0])
             rows += logger(agent_completions_turns=turns, batch_items=items, prompts=prompts)
-        return {f"eval/user/{k}": float(v) for k, v in aggregator(rows, num_turns=1).items()}
+        return {f"eval/{k}": float(v) for k, v in aggregator(rows, num_turns=1).items()}
