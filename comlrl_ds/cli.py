@@ -82,9 +82,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _build(options: argparse.Namespace, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
     from comlrl_ds.config.run_file import load_run_file
-    from comlrl_ds.trainers.from_file import build_trainer
 
     run_file = load_run_file(options.run_file, options.overrides)
+    from comlrl_ds.trainers.from_file import build_trainer  # imports torch: seconds that a broken file does not wait for
+
     return build_trainer(run_file, options.run_file, agents=agents, verbose=verbose)
 
 

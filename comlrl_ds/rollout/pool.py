@@ -33,6 +33,7 @@ class RolloutPool:
     ) -> None:
         self.engines, self._shape_of, self._timeout_s, self._on_sync = list(engines), shape_of, timeout_s, on_sync
         self.generated_tokens, self.generate_seconds = 0, 0.0
+        self._interrupted = False
 
     def generate(
         self, requests: Sequence[Request], policies: dict[str, PolicyWeights], sampling: Sampling
@@ -40,6 +41,11 @@ class RolloutPool:
         """(index, completion) as completions finish; all engines work at the same time."""
         if not requests:
             return
+        if self._interrupted:
+            raise RolloutError(
+                "a generation was interrupted, and its engines are still at it; close() the trainer for new ones"
+            )
+        self._interrupted = True  # until the last completion is handed over
         by_key = {policies[r.policy].key: policies[r.policy] for r in requests}
         plan = schedule(
             [r.cost for r in requests],
@@ -73,6 +79,7 @@ class RolloutPool:
                 for k, completion in finished:
                     tokens += len(completion.ids)
                     yield segment.indices[k], completion
+        self._interrupted = False
         self.generated_tokens += tokens
         self.generate_seconds += time.perf_counter() - started
 

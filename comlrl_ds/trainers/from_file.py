@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.config.references import resolve
 from comlrl_ds.config.run_file import RunFile
+from comlrl_ds.trainers.preference.team import as_sequence
 
 
 def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
@@ -40,12 +40,13 @@ def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None
     )
     reward_func = read(task.reward_func, "task.reward_func")
     reward_processor = read(task.reward_processor, "task.reward_processor")
-    train = _dataset(read(task.dataset, "task.dataset"), "task.dataset", problems)
-    held = _dataset(read(task.eval_dataset, "task.eval_dataset"), "task.eval_dataset", problems)
+    train, held = read(task.dataset, "task.dataset"), read(task.eval_dataset, "task.eval_dataset")
     if problems:
         raise ConfigError(problems)
+    train = as_sequence(train() if callable(train) else train, "task.dataset")
+    held = as_sequence(held() if callable(held) else held, "task.eval_dataset")
     if train is not None and task.train_limit is not None:
-        train = train[: task.train_limit]
+        train = [train[k] for k in range(min(task.train_limit, len(train)))]
     return MADPOTrainer(
         agents=list(agents) if agents else [_relative(a.model, base) for a in run_file.agents],
         model_config={"dtype": run_file.dtype, "attn_implementation": run_file.attn_implementation},
@@ -53,19 +54,6 @@ def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None
         formatters=formatters, args=run_file.trainer_config, rollout=run_file.rollout, deepspeed=_deepspeed(run_file, base),
         run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to, verbose=verbose,
     )  # fmt: skip
-
-
-def _dataset(value: Any, path: str, problems: list[Problem]) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, Callable):  # type: ignore[arg-type]
-        value = value()
-    if not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
-        if not hasattr(value, "__iter__"):
-            problems.append(Problem(path, f"gives {type(value).__name__}; it must give a sequence of mappings"))
-            return None
-        value = list(itertools.islice(value, 1_000_000))
-    return value
 
 
 def _relative(model: str, base: Path) -> str:

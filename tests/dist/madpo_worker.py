@@ -186,6 +186,21 @@ def export_cases(cluster, folder: Path) -> list[dict]:
     return rows
 
 
+def file_cases(cluster) -> dict[str, list[float]]:
+    """Every file of ds_configs/ builds an engine that learns: loss before and after one step."""
+    losses = {}
+    for file in sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json")):
+        config = json.loads(file.read_text())
+        plan = plan_engine(config, TrainerNumbers(4, 1, 1e-2, 1.0, "auto", "bfloat16"))
+        lm = tiny_lm(70, scale=2.0).to(getattr(torch, plan.dtype))
+        engine = PolicyEngine("actor.0", lm, plan)
+        engine.start_schedule(40)
+        learner = MadpoLearner(cluster, {"actor.0": engine}, ETA)
+        batch = random_pairs(1, 4, False, 3)
+        losses[file.name] = [learner.step(batch).loss for _ in range(6)]
+    return losses
+
+
 def other_cases(cluster) -> dict:
     lms = [tiny_lm(30, scale=2.0)]
     batch = random_pairs(1, 4, False, 1)
@@ -236,6 +251,7 @@ def other_cases(cluster) -> dict:
 def main() -> None:
     cluster = start_world("cpu")
     result = {"gradients": gradient_cases(cluster), "skips": skip_cases(cluster), "other": other_cases(cluster)}
+    result["files"] = file_cases(cluster)
     result["exports"] = export_cases(cluster, Path(sys.argv[1]))
     Path(sys.argv[1], "result.json").write_text(json.dumps(result))
 

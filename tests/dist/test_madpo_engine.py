@@ -61,3 +61,11 @@ def test_exports_load_in_transformers_with_the_engines_weights(result):
         tied = row["case"][1]
         assert row["gap"] < 1e-5 and row["use_cache"] and row["odd_keys"] == [], row
         assert row["head"] is not tied and row["head_moved"] is not tied, row
+
+
+def test_every_file_of_ds_configs_trains(result):
+    """bf16.json warms its rate up from 0, so its first two steps change nothing."""
+    assert len(result["files"]) == 7
+    for name, losses in result["files"].items():
+        assert losses[-1] < losses[0], (name, losses)
+        assert (losses[2] == losses[0]) == (name == "bf16.json"), (name, losses)

@@ -12,6 +12,7 @@ from tiny import tiny_lm, tiny_tokenizer
 
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.learners.madpo import NonFiniteError
+from comlrl_ds.preference.oracle import OracleError
 from comlrl_ds.trainers.preference import MADPOConfig, MADPOTrainer
 
 FP32 = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}, "bf16": {"enabled": False}}
@@ -139,6 +140,25 @@ def test_generation_keywords_reach_the_sampler_and_others_are_refused(tmp_path, 
 
     ids = load_file(tmp_path / "run/preference_replay/iteration_0001.ids.safetensors")
     assert set(ids["agent_0.completion_offsets"].diff().tolist()) == {8}
+
+
+def test_an_interrupted_generation_asks_for_new_engines_and_gets_them(tmp_path, tiny_model):
+    """A reward that raises leaves engines in the middle of their work; after close() the trainer goes on."""
+    failing = [True]
+
+    def oracle(a, b):
+        if failing[0]:
+            raise KeyError("not yet")
+        return letters(a, b)
+
+    dataset = (item for item in items())  # can only be walked once
+    with trainer(tmp_path, tiny_model, train_dataset=dataset, reward_func=oracle, args={"collection_chunk_items": 2}) as t:
+        with pytest.raises(OracleError, match="not yet"):
+            t.train()
+        failing[0] = False
+        t.close()
+        t.train()
+    assert len(steps(tmp_path)) == 2
 
 
 def test_steps_that_stay_nonfinite_end_the_run_and_name_agent_pair_and_file(tmp_path, tiny_model):

@@ -24,7 +24,14 @@ from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.reporting import Reporter
 from comlrl_ds.trainers.preference.session import EngineSettings, Session, plan_actors
-from comlrl_ds.trainers.preference.team import ModelConfig, check_devices, read_agents, set_up_team, wandb_output
+from comlrl_ds.trainers.preference.team import (
+    ModelConfig,
+    as_sequence,
+    check_devices,
+    read_agents,
+    set_up_team,
+    wandb_output,
+)
 
 GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
 
@@ -84,8 +91,9 @@ class PreferenceTrainer:
         self.plan = plan_actors(self._settings, self.args)
         sources = self._resolve(listed, tokenizer)
         self.setup = set_up_team(sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
+        self.train_dataset = as_sequence(train_dataset, "train_dataset")
+        self.eval_dataset = as_sequence(eval_dataset, "eval_dataset")
+        for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
             if dataset is not None:
                 self.setup.try_first_prompt(dataset, name)
         if (eval_logger is None) != (eval_aggregator is None):

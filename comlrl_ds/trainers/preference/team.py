@@ -156,6 +156,15 @@ def set_up_team(
     return TeamSetup(list(sources), team, oracle, checked, limits, args)
 
 
+def as_sequence(dataset: Any, path: str) -> Any:
+    """A dataset with a length and an index; what can only be walked is read into a list. None stays None."""
+    if dataset is None or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return dataset
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(Problem(path, f"gives {type(dataset).__name__}; it must give a sequence of mappings"))
+    return list(dataset)
+
+
 def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The output folder and verbosity that the peer reads from its W&B settings."""
     if config is None:
