@@ -25,7 +25,7 @@ if [ -e "$stamp" ]; then
 fi
 echo "setup: installing for $device into .venv (a few minutes the first time)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+pip=(.venv/bin/python -m pip --disable-pip-version-check install -qq)  # -qq: warnings about unused package locations say nothing to a user
 if [ "$device" = cpu ]; then
     # The CPU build first, so that nothing below pulls the CUDA one.
     "${pip[@]}" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "torch==2.13.0+cpu" || {

@@ -32,9 +32,14 @@ def write_demo_model(folder: str | Path) -> Path:
         raise ConfigError(Problem("demo-model", f"needs two packages: {INSTALL}"))
     source = package.submodule_search_locations[0]
 
+    os.environ["TQDM_DISABLE"] = "1"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     # A model that came from GGUF refuses save_pretrained: it counts as quantised. A fresh one with its weights does not.

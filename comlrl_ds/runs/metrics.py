@@ -1,0 +1,99 @@
+"""Metrics: each declared once, with unit and meaning; written to `metrics.jsonl` line by line."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# name (i stands for an agent's index) → (unit, meaning)
+METRICS: dict[str, tuple[str, str]] = {
+    "train/loss": ("nats", "MADPO loss of the step, mean over pairs"),
+    "train/joint_margin": ("nats", "mean joint margin Δ, before the step"),
+    "train/accuracy": ("share", "pairs of the batch with Δ > 0, before the step"),
+    "train/margin/agent_i": ("nats", "mean margin of the agent"),
+    "train/winner_logprob/agent_i": ("nats", "mean log-prob of winning completions"),
+    "train/loser_logprob/agent_i": ("nats", "mean log-prob of losing completions"),
+    "train/grad_norm/agent_i": ("1", "gradient norm before clipping"),
+    "train/lr/agent_i": ("1", "learning rate of the step"),
+    "train/tokens_per_s": ("tokens/s", "padded tokens through forward and backward, all agents"),
+    "train/step_s": ("s", "wall time of the step"),
+    "train/micro_steps": ("count", "micro-steps of the step"),
+    "train/nonfinite_steps": ("count", "steps skipped so far for a non-finite loss or gradient"),
+    "turn_1/reward_mean": ("reward", "mean candidate_reward_mean of the batch's pairs"),
+    "turn_1/expected_return": ("reward", "equals turn_1/reward_mean at one turn"),
+    "collect/pairs": ("count", "pairs kept for training"),
+    "collect/ties": ("count", "candidate pairs of equal score"),
+    "collect/invalid_scores": ("count", "NaN or infinite oracle scores"),
+    "collect/oracle_errors": ("count", "oracle calls that raised and were counted as invalid"),
+    "collect/empty_sides": ("count", "completions in pairs with nothing to score by default: at most one token"),
+    "collect/reward_mean": ("reward", "mean score of all candidates"),
+    "collect/dropped_prompts": ("count", "tasks left out for an over-long prompt"),
+    "collect/truncated_prompts": ("count", "over-long prompts cut on the left"),
+    "collect/winner_tokens/agent_i": ("tokens", "mean length of winning completions"),
+    "collect/loser_tokens/agent_i": ("tokens", "mean length of losing completions"),
+    "collect/seconds": ("s", "wall time of the collection"),
+    "rollout/tokens_per_s": ("tokens/s", "sampled tokens of all engines per second of generation"),
+    "rollout/sync_s": ("s", "time of the last weight sync"),
+    "rollout/sync_bytes": ("bytes", "size of the last weight sync"),
+    "rollout/logprob_gap": ("nats", "mean |trainer − engine| per token on a few training rows; not a proof of a sync"),
+    "eval/turn_1/reward_mean": ("reward", "mean task reward of the current policies"),
+    "eval/turn_1/expected_return": ("reward", "equals eval/turn_1/reward_mean at one turn"),
+    "eval/standard_error": ("reward", "standard error of the mean over tasks"),
+    "eval/n": ("count", "tasks evaluated"),
+    "eval/seconds": ("s", "wall time of the evaluation"),
+}
+
+
+def agent_metric(name: str, agent: int) -> str:
+    """The metric `name`/agent_i of one agent."""
+    return f"{name}/agent_{agent}"
+
+
+def _declared(name: str) -> bool:
+    parent, _, last = name.rpartition("/")
+    generic = f"{parent}/agent_i" if last.startswith("agent_") and last[6:].isdigit() else name
+    return generic in METRICS or (name.startswith("eval/") and len(name) > 5)  # what an eval_aggregator returns has the user's names
+
+
+class Metrics:
+    """Appends one JSON object per call: {"update", "env_step", "time", …metrics}. Unknown names are refused."""
+
+    def __init__(self, file: Path | None, trackers: list[Any] | None = None) -> None:
+        self._file = file
+        self._trackers = trackers or []
+        self.last: dict[str, float] = {}
+
+    def write(self, update: int, env_step: int, values: Mapping[str, float]) -> None:
+        """Values are finite numbers, or NaN and infinity, which are written as null."""
+        unknown = [name for name in values if not _declared(name)]
+        if unknown:
+            raise KeyError(f"undeclared metric {unknown[0]!r}; declare it in comlrl_ds/runs/metrics.py")
+        self.last.update(values)
+        if self._file is not None:
+            clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
+            line = {"update": update, "env_step": env_step, "time": round(time.time(), 3), **clean}
+            with open(self._file, "a", encoding="utf-8") as f:
+                f.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def track(self, env_step: int, values: Mapping[str, float]) -> None:
+        """Hands values to the trackers of `report_to`."""
+        for tracker in self._trackers:
+            for name, value in values.items():
+                tracker.add_scalar(name, value, env_step)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def trackers_for(names: list[str], folder: Path) -> list[Any]:
+    """The trackers that `report_to` names."""
+    if not names:
+        return []
+    from torch.utils.tensorboard import SummaryWriter
+
+    return [SummaryWriter(str(folder / "tensorboard"))]
