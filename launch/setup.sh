@@ -23,6 +23,15 @@ if [ -e "$stamp" ]; then
     echo "setup: .venv is up to date ($device)"
     exit 0
 fi
+if [ "$device" = cpu ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+    # vLLM's CPU build links to it, and no Python package brings it.
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "setup: installing the system library libnuma1"
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends libnuma1
+    else
+        echo "setup: the system library libnuma is missing; install it, e.g. the package libnuma1" >&2; exit 2
+    fi
+fi
 echo "setup: installing for $device into .venv (a few minutes the first time)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check install -qq)  # -qq: warnings about unused package locations say nothing to a user

@@ -50,6 +50,13 @@ class Team:
     def size(self) -> int:
         return len(self.tokenizers)
 
+    def decode(self, completions: Sequence[Sequence[Completion]]) -> list[list[str]]:
+        """Texts of completions, [agent][candidate], without special tokens."""
+        return [
+            [tokenizer.decode(list(c.ids), skip_special_tokens=True) for c in row]
+            for tokenizer, row in zip(self.tokenizers, completions)
+        ]
+
 
 def agent_name(agent: int) -> str:
     """Name of an agent's policy."""
@@ -70,10 +77,9 @@ class JointSampler:
         self, pool: RolloutPool, team: Team, oracle: Oracle, *, run_seed: int, oracle_on_error: str = "raise",
         chunk_items: int | None = None,
     ) -> None:  # fmt: skip
-        self._pool, self._team, self._oracle, self._run_seed = pool, team, oracle, run_seed
+        self.pool, self.team, self._oracle, self._run_seed = pool, team, oracle, run_seed
         self._on_error, self._chunk_items = oracle_on_error, chunk_items
         self.oracle_errors = 0
-        self._failed = False
 
     def sample(
         self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str,
@@ -87,90 +93,114 @@ class JointSampler:
             journal: gets every completion and score as it arrives.
             progress: told (tasks scored, tokens sampled).
         """
+        walk = _Walk(self, policies, sampling, stream, round, candidates, journal, progress)
+        chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self.team.size))
         done: list[SampledItem] = []
-        chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self._team.size))
-        with ThreadPoolExecutor(1, "oracle") as scorer:
-            jobs: dict[Future[None], SampledItem] = {}
-            try:
-                for start in range(0, len(prompts), chunk):
-                    part = [self._empty(joint, candidates) for joint in prompts[start : start + chunk]]
-                    done += part
-                    self._fill(part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress)
-                for job in list(jobs):
-                    self._take(job, jobs, round, journal, progress)
-            finally:
-                scorer.shutdown(cancel_futures=True)
-                if journal:
-                    for sampled in jobs.values():  # after an error: what was scored meanwhile is kept
-                        _write_scores(journal, round, sampled)
-                    journal.sync()
+        try:
+            for start in range(0, len(prompts), chunk):
+                done += walk.fill(prompts[start : start + chunk])
+            walk.take_all()
+        finally:
+            walk.close()
         return done
 
-    def _empty(self, joint: JointPrompt, candidates: int) -> SampledItem:
-        return SampledItem(joint, [[None] * candidates for _ in range(self._team.size)])  # type: ignore[list-item]
-
-    def _fill(self, part, policies, sampling, stream, round, candidates, journal, scorer, jobs, progress) -> None:
-        """Samples one chunk; each task goes to the scorer as soon as its last completion is there."""
-        keys = [(s, i, j) for s in part for i in range(self._team.size) for j in range(candidates)]
-        requests = [
-            Request(
-                agent_name(i), s.joint.prompts[i].ids, self._team.token_limits[i],
-                seed_of(self._run_seed, stream, round, s.joint.index, i, j), self._team.stop_ids[i],
-            )
-            for s, i, j in keys
-        ]  # fmt: skip
-        missing = {id(s): candidates * self._team.size for s in part}
-        for k, completion in self._pool.generate(requests, policies, sampling):
-            sampled, agent, candidate = keys[k]
-            sampled.completions[agent][candidate] = completion
-            if journal:
-                journal.append(
-                    "completion", stream=stream, round=round, item=sampled.joint.index, agent=agent, candidate=candidate,
-                    seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason, version=completion.version,
-                )  # fmt: skip
-            missing[id(sampled)] -= 1
-            if not missing[id(sampled)]:
-                self._decode(sampled)
-                jobs[scorer.submit(self._score, sampled)] = sampled
-            for job in [job for job in jobs if job.done()]:
-                self._take(job, jobs, round, journal, progress)
-
-    def _decode(self, sampled: SampledItem) -> None:
-        sampled.texts = [
-            [tokenizer.decode(list(c.ids), skip_special_tokens=True) for c in row]
-            for tokenizer, row in zip(self._team.tokenizers, sampled.completions)
-        ]
-
-    def _score(self, sampled: SampledItem) -> None:
-        """Fills `sampled.scores`, one at a time, so that an error later on leaves those before it."""
-        for j in range(len(sampled.texts[0])):
-            if self._failed:
-                return
-            sampled.scores.append(self._one_score(sampled.joint, [row[j] for row in sampled.texts]))
-
-    def _one_score(self, joint: JointPrompt, texts: list[str]) -> Score:
+    def score(self, joint: JointPrompt, texts: list[str]) -> Score:
+        """One joint response's score, an error as `oracle_on_error` says."""
         try:
             return self._oracle.score(joint.item, joint.index, [p.text for p in joint.prompts], texts)
         except OracleError:
             if self._on_error == "raise":
-                self._failed = True
                 raise
             self.oracle_errors += 1
             return INVALID
 
-    def _take(self, job, jobs, round, journal, progress) -> None:
+    def requests(self, keys: Sequence[tuple[SampledItem, int, int]], stream: str, round: int) -> list[Request]:
+        """A request, with a seed of its own, for each (task, agent, candidate)."""
+        team = self.team
+        return [
+            Request(
+                agent_name(i), s.joint.prompts[i].ids, team.token_limits[i],
+                seed_of(self._run_seed, stream, round, s.joint.index, i, j), team.stop_ids[i],
+            )
+            for s, i, j in keys
+        ]  # fmt: skip
+
+
+class _Walk:
+    """One call of `JointSampler.sample`: what is being sampled, what is being scored, what is on disk."""
+
+    def __init__(
+        self, sampler: JointSampler, policies: dict[str, PolicyWeights], sampling: Sampling, stream: str, round: int,
+        candidates: int, journal: Journal | None, progress: Callable[[int, int], None] | None,
+    ) -> None:  # fmt: skip
+        self._sampler, self._policies, self._sampling = sampler, policies, sampling
+        self._stream, self._round, self._candidates = stream, round, candidates
+        self._journal, self._progress = journal, progress
+        self._scorer = ThreadPoolExecutor(1, "oracle")
+        self._jobs: dict[Future[None], SampledItem] = {}
+        self._failed = False
+
+    def fill(self, prompts: Sequence[JointPrompt]) -> list[SampledItem]:
+        """Samples one chunk; each task goes to the scorer as soon as its last completion is there."""
+        size, sampler = self._sampler.team.size, self._sampler
+        part = [SampledItem(joint, [[None] * self._candidates for _ in range(size)]) for joint in prompts]  # type: ignore[list-item]
+        keys = [(s, i, j) for s in part for i in range(size) for j in range(self._candidates)]
+        requests = sampler.requests(keys, self._stream, self._round)
+        missing = {id(s): self._candidates * size for s in part}
+        for k, completion in sampler.pool.generate(requests, self._policies, self._sampling):
+            sampled, agent, candidate = keys[k]
+            sampled.completions[agent][candidate] = completion
+            if self._journal:
+                self._journal.append(
+                    "completion", stream=self._stream, round=self._round, item=sampled.joint.index, agent=agent,
+                    candidate=candidate, seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason,
+                    version=completion.version,
+                )  # fmt: skip
+            missing[id(sampled)] -= 1
+            if not missing[id(sampled)]:
+                sampled.texts = sampler.team.decode(sampled.completions)
+                self._jobs[self._scorer.submit(self._score, sampled)] = sampled
+            for job in [job for job in self._jobs if job.done()]:
+                self._take(job)
+        return part
+
+    def take_all(self) -> None:
+        """Waits for the scores that are still being made."""
+        for job in list(self._jobs):
+            self._take(job)
+
+    def close(self) -> None:
+        """After an error, whatever was scored meanwhile is kept."""
+        self._scorer.shutdown(cancel_futures=True)
+        for sampled in self._jobs.values():
+            self._write(sampled)
+        if self._journal:
+            self._journal.sync()
+
+    def _score(self, sampled: SampledItem) -> None:
+        """Fills `sampled.scores` one at a time, so that an error later on leaves those before it."""
+        for j in range(self._candidates):
+            if self._failed:
+                return
+            try:
+                sampled.scores.append(self._sampler.score(sampled.joint, [row[j] for row in sampled.texts]))
+            except OracleError:
+                self._failed = True
+                raise
+
+    def _take(self, job: Future[None]) -> None:
         job.result()
-        sampled = jobs.pop(job)
-        if journal:
-            _write_scores(journal, round, sampled)
-        if progress:
-            progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
+        sampled = self._jobs.pop(job)
+        self._write(sampled)
+        if self._progress:
+            self._progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
 
-
-def _write_scores(journal: Journal, round: int, sampled: SampledItem) -> None:
-    for j, score in enumerate(sampled.scores):
-        raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
-        journal.append("score", round=round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
+    def _write(self, sampled: SampledItem) -> None:
+        if not self._journal:
+            return
+        for j, score in enumerate(sampled.scores):
+            raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
+            self._journal.append("score", round=self._round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,13 @@ class Display:
         if not self.console.is_terminal or self.console.quiet:
             yield Bar(None, None)
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[text]}"))
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield Bar(progress, progress.add_task(title, total=total, text=""))
 

@@ -56,7 +56,9 @@ def agent_metric(name: str, agent: int) -> str:
 def _declared(name: str) -> bool:
     parent, _, last = name.rpartition("/")
     generic = f"{parent}/agent_i" if last.startswith("agent_") and last[6:].isdigit() else name
-    return generic in METRICS or (name.startswith("eval/") and len(name) > 5)  # what an eval_aggregator returns has the user's names
+    return generic in METRICS or (
+        name.startswith("eval/") and len(name) > 5
+    )  # what an eval_aggregator returns has the user's names
 
 
 class Metrics:

@@ -24,7 +24,9 @@ class RunDir:
             raise ConfigError(Problem("run.dir", f"{str(self.path)!r} already holds a run; give another run.dir"))
         parent = next(p for p in (self.path, *self.path.parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
-            raise ConfigError(Problem("run.dir", f"{str(self.path)!r} cannot be written: {str(parent)!r} is not a writable folder"))
+            raise ConfigError(
+                Problem("run.dir", f"{str(self.path)!r} cannot be written: {str(parent)!r} is not a writable folder")
+            )
 
     def create(self, config: dict[str, Any]) -> None:
         """Makes the folder and writes the resolved configuration."""
