@@ -14,7 +14,7 @@ from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.environment import engine_environment
 from comlrl_ds.rollout.pool import RolloutPool
-from comlrl_ds.rollout.vllm_engine import VLLMEngine, engine_settings, probe_rows
+from comlrl_ds.rollout.vllm_rollout import VLLMRollout, engine_settings, probe_rows
 
 LONGEST_BY_DEFAULT = 4096
 
@@ -66,9 +66,9 @@ class Engines:
         if config.backend == "transformers":
             import torch
 
-            from comlrl_ds.rollout.transformers_engine import TransformersEngine
+            from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 
-            self._engines = [TransformersEngine(s, dtype=getattr(torch, dtype), device=device) for s in turns]
+            self._engines = [TransformersRollout(s, dtype=getattr(torch, dtype), device=device) for s in turns]
             return
         threads = threads_per_engine(config, count) if device == "cpu" else None
         output = open(log, "ab") if log else None  # noqa: SIM115
@@ -80,7 +80,7 @@ class Engines:
             )  # fmt: skip
             devices = [_visible_devices()[k % len(_visible_devices())]] if device != "cpu" else []
             self._engines.append(
-                VLLMEngine(
+                VLLMRollout(
                     settings, engine_environment(os.environ, threads=threads, devices=devices),
                     probe=probe_rows(model_limits(source)[1]) if config.verify_sync else (),
                     start_timeout_s=config.start_timeout_s, timeout_s=config.timeout_s, log=output,
@@ -93,14 +93,14 @@ class Engines:
         """The engines, ready."""
         if self._pool is None:
             for engine in self._engines:
-                if isinstance(engine, VLLMEngine):
+                if isinstance(engine, VLLMRollout):
                     engine.wait_ready()
             self._pool = RolloutPool(self._engines, shape_of, self._config.timeout_s, on_sync)
         return self._pool
 
     def usage(self) -> list[dict[str, float]]:
         """CPU seconds and peak memory of each engine process."""
-        return [e.usage() for e in self._engines if isinstance(e, VLLMEngine)]
+        return [e.usage() for e in self._engines if isinstance(e, VLLMRollout)]
 
     def shutdown(self) -> None:
         for engine in self._engines:

@@ -1,4 +1,4 @@
-"""The engine child: `python -m comlrl_ds.rollout.vllm_server`, started by `VLLMEngine`. The only process with vLLM.
+"""The engine child: `python -m comlrl_ds.rollout.vllm_server`, started by `VLLMRollout`. The only process with vLLM.
 
 It reads its settings as one JSON line from stdin, listens, loads vLLM, and answers one peer at a time.
 """

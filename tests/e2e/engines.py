@@ -10,17 +10,17 @@ from pathlib import Path
 
 from comlrl_ds.rollout.base import PolicyWeights
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.vllm_engine import VLLMEngine, engine_settings, probe_rows
+from comlrl_ds.rollout.vllm_rollout import VLLMRollout, engine_settings, probe_rows
 
 
-def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMEngine:
+def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMRollout:
     """A one-thread engine; `wait_ready` is the caller's, so that several start at the same time."""
     settings = engine_settings(
         str(folder), device="cpu", dtype=dtype, max_model_len=256, max_num_seqs=32, kv_cache_bytes=64 << 20,
         gpu_memory_utilization=0.5,
     )  # fmt: skip
     environment = engine_environment(os.environ, threads=1, devices=[])
-    return VLLMEngine(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240, timeout_s=120)
+    return VLLMRollout(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240, timeout_s=120)
 
 
 def policy_of(lm, name: str, version: int, source: Path, dtype=None) -> PolicyWeights:

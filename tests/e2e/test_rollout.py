@@ -18,7 +18,7 @@ from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.rollout.base import PolicyWeights, Request, RolloutError, Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.pool import RolloutPool
-from comlrl_ds.rollout.transformers_engine import TransformersEngine
+from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 
 SAMPLING = Sampling(temperature=1.0)
 ITEMS, CANDIDATES = 4, 4
@@ -56,7 +56,7 @@ def shared(engines):
     """The same requests with equal weights on one engine, on two, and by transformers."""
     folder, started = engines
     policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", str(folder), str(folder)) for i in range(2)}
-    pools = {"one": started[:1], "two": started, "transformers": [TransformersEngine(str(folder), dtype=torch.float32)]}
+    pools = {"one": started[:1], "two": started, "transformers": [TransformersRollout(str(folder), dtype=torch.float32)]}
     return {name: everything(RolloutPool(members, shape_of), policies) for name, members in pools.items()}
 
 
@@ -96,7 +96,7 @@ def test_agents_with_different_weights_share_an_engine_by_swapping(engines):
 def test_logprobs_and_greedy_tokens_agree_with_transformers(engines):
     folder, started = engines
     policy = PolicyWeights("agent_0", str(folder), str(folder))
-    reference = TransformersEngine(str(folder), dtype=torch.float32)
+    reference = TransformersRollout(str(folder), dtype=torch.float32)
     rows = [list(r.prompt) for r in requests()[::8]]
     ours, theirs = RolloutPool(started, shape_of).prompt_logprobs(policy, rows), reference.prompt_logprobs(rows)
     assert max(abs(x - y) for a, b in zip(ours, theirs) for x, y in zip(a, b)) < 1e-3

@@ -19,7 +19,7 @@ from comlrl_ds.preference.prompts import JointPrompt, Prompt
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.pool import RolloutPool
-from comlrl_ds.rollout.transformers_engine import TransformersEngine
+from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 
 
 def joint_prompts(count, agents=2):
@@ -32,7 +32,7 @@ def joint_prompts(count, agents=2):
 def sampler_of(folders, reward, *, tokenizers=None, limits=(5, 7), chunk_items=None, on_error="raise", seed=3, engines=1):
     tokenizers = tokenizers or [tiny_models.word_tokenizer()] * 2
     pool = RolloutPool(
-        [TransformersEngine(folders[k % len(folders)], dtype=torch.float32) for k in range(engines)], shape_of
+        [TransformersRollout(folders[k % len(folders)], dtype=torch.float32) for k in range(engines)], shape_of
     )  # fmt: skip
     policies = {f"agent_{k}": weights_on_disk(f"agent_{k}", folder) for k, folder in enumerate(folders)}
     stops = [() if t.eos_token_id is None else (t.eos_token_id,) for t in tokenizers]

@@ -14,11 +14,11 @@ from transformers import LlamaForCausalLM
 from comlrl_ds.rollout.base import PolicyWeights, Request, RolloutError, Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.pool import RolloutPool
-from comlrl_ds.rollout.transformers_engine import TransformersEngine
+from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 
 
 def pool_of(folders, on_sync=None):
-    return RolloutPool([TransformersEngine(f, dtype=torch.float32, batch_size=8) for f in folders], shape_of, 60, on_sync)
+    return RolloutPool([TransformersRollout(f, dtype=torch.float32, batch_size=8) for f in folders], shape_of, 60, on_sync)
 
 
 def generate(pool, requests, policies, sampling=PLAIN):

@@ -13,13 +13,13 @@ from transformers import LlamaForCausalLM
 
 from comlrl_ds.rollout.base import PolicyWeights, Request, RolloutError, Sampling
 from comlrl_ds.rollout.disk import tensors_on_disk
-from comlrl_ds.rollout.transformers_engine import SeededSampler, TransformersEngine
+from comlrl_ds.rollout.transformers_rollout import SeededSampler, TransformersRollout
 
 
 # --- the engine of transformers
 @pytest.fixture(scope="module")
 def engine(model_folders):
-    return TransformersEngine(model_folders[0], dtype=torch.float32, batch_size=64)
+    return TransformersRollout(model_folders[0], dtype=torch.float32, batch_size=64)
 
 
 def run(engine, requests, sampling=PLAIN):
@@ -35,7 +35,7 @@ def test_a_completion_depends_on_its_seed_alone(engine, model_folders):
     together = run(engine, REQUESTS)
     assert [run(engine, [r])[0] for r in REQUESTS] == together
     assert run(engine, REQUESTS[::-1]) == together[::-1]
-    small = TransformersEngine(model_folders[0], dtype=torch.float32, batch_size=3)
+    small = TransformersRollout(model_folders[0], dtype=torch.float32, batch_size=3)
     assert run(small, REQUESTS) == together
     assert run(engine, [request(0, [7, 8], 30), request(1, [7, 8], 30)])[0] != run(engine, [request(1, [7, 8], 30)])[0]
     assert all(c.version == model_folders[0] for c in together)
@@ -179,7 +179,7 @@ def test_the_engines_log_probs_are_the_models(engine, model_folders):
 
 # --- giving the engine other weights
 def test_a_synced_engine_equals_one_that_was_loaded_from_the_same_weights(model_folders):
-    first, second = (TransformersEngine(f, dtype=torch.float32) for f in model_folders)
+    first, second = (TransformersRollout(f, dtype=torch.float32) for f in model_folders)
     rows = [some_ids(1, 9), some_ids(2, 5)]
     assert first.prompt_logprobs(rows) != second.prompt_logprobs(rows)
     report = first.sync_weights(weights_on_disk("agent_1", model_folders[1]))
@@ -191,11 +191,11 @@ def test_a_synced_engine_equals_one_that_was_loaded_from_the_same_weights(model_
     live = LlamaForCausalLM.from_pretrained(model_folders[0])
     first.sync_weights(PolicyWeights("agent_0", "agent_0@3", model_folders[0], live.named_parameters))
     assert first.held == "agent_0@3"
-    assert first.prompt_logprobs(rows) == TransformersEngine(model_folders[0], dtype=torch.float32).prompt_logprobs(rows)
+    assert first.prompt_logprobs(rows) == TransformersRollout(model_folders[0], dtype=torch.float32).prompt_logprobs(rows)
 
 
 def test_only_the_head_changing_changes_the_answers(model_folders):
-    engine = TransformersEngine(model_folders[0], dtype=torch.float32)
+    engine = TransformersRollout(model_folders[0], dtype=torch.float32)
     live = LlamaForCausalLM.from_pretrained(model_folders[0])
     before = run(engine, [request(1, [7, 8])], Sampling(0.0))
     live.lm_head.weight.data.neg_()
@@ -212,7 +212,7 @@ def test_only_the_head_changing_changes_the_answers(model_folders):
     ],
 )
 def test_weights_that_do_not_fit_are_refused(model_folders, change, part):
-    engine = TransformersEngine(model_folders[0], dtype=torch.float32)
+    engine = TransformersRollout(model_folders[0], dtype=torch.float32)
     tensors = dict(tensors_on_disk(model_folders[1]))
     change(tensors)
     with pytest.raises(RolloutError, match=f"weight sync of agent_1: {part}"):

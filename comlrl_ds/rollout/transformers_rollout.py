@@ -14,7 +14,7 @@ from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEn
 from comlrl_ds.rollout.disk import tensors_on_disk
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersRollout(RolloutEngine):
     """One model copy that generates in batches, each request with a seed of its own.
 
     Args:

@@ -51,7 +51,7 @@ def engine_settings(
     return settings
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMRollout(RolloutEngine):
     """One vLLM engine in a child process of this one.
 
     The constructor returns at once: the child's start-up overlaps with whatever the trainer does until `wait_ready`.
