@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,29 @@ class ConfigError(ValueError):
     def under(self, prefix: str) -> ConfigError:
         """The same problems with `prefix` before every path."""
         return ConfigError(Problem(".".join(filter(None, (prefix, p.path))), p.message) for p in self.problems)
+
+
+class Findings:
+    """Gathers the problems of several checks, so that one look shows them all."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def of(self, check: Callable[[], T]) -> T | None:
+        """The check's result; None where it found problems, which are kept."""
+        try:
+            return check()
+        except ConfigError as error:
+            self.problems += error.problems
+            return None
+
+    def add(self, path: str, message: str) -> None:
+        self.problems.append(Problem(path, message))
+
+    def raise_any(self) -> None:
+        """Raises ConfigError if anything was found."""
+        if self.problems:
+            raise ConfigError(self.problems)
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

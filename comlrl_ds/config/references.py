@@ -36,6 +36,23 @@ def resolve(reference: str, path: str, base: Path) -> Any:
     return found
 
 
+def references(task: Any) -> list[tuple[str, str]]:
+    """(path, reference) of every Python object that the section `task` of a run file names, however broken the rest is."""
+    found: list[tuple[str, str]] = []
+    for name in ("dataset", "eval_dataset", "reward_func", "reward_processor", "formatters"):
+        value = task.get(name) if isinstance(task, dict) else None
+        if isinstance(value, list):
+            found += [(f"task.{name}.{i}", part) for i, part in enumerate(value) if isinstance(part, str)]
+        elif isinstance(value, str):
+            found.append((f"task.{name}", value))
+    return found
+
+
+def beside(folder: str, base: Path) -> str:
+    """A folder is looked up from the working directory, then from the run file's."""
+    return str(base / folder) if not Path(folder).is_dir() and (base / folder).is_dir() else folder
+
+
 def _load_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
 
-from comlrl_ds.config.errors import ConfigError, Problem, Settings, nearest, problems_of
+from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
+from comlrl_ds.config.references import beside, references, resolve
 
 TRAINERS: dict[str, type[Settings]] = {"madpo": MADPOConfig}
 
@@ -87,7 +90,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789"))
 
 
-def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFile:
+def load_run_file(file: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read, override and check a run file.
 
     Args:
@@ -95,10 +98,27 @@ def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFi
         overrides: "path.to.setting=value" as on the command line; the value is read as YAML.
 
     Raises:
-        ConfigError: with every problem of the file and of the overrides.
+        ConfigError: with every problem of the file and of the overrides, and of what the file names: Python objects,
+            model folders, the DeepSpeed file. Nothing heavy is imported to find them.
     """
-    file = Path(file)
-    problems: list[Problem] = []
+    file, found = Path(file), Findings()
+    data = _read(file)
+    for text in overrides:
+        found.of(partial(_override, data, text))
+    run_file = found.of(partial(_validated, data))
+    found.problems += _problems_in_args(data)
+    if found.problems:
+        # Otherwise the trainer finds them, with more to check them by.
+        found.problems += _problems_outside(data, file.resolve().parent)
+    found.raise_any()
+    assert run_file
+    if run_file.run.dir is None:
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        run_file.run.dir = str(Path("runs") / f"{file.stem}-{stamp}")
+    return run_file
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
         data = yaml.load(file.read_text(), _Loader)
     except FileNotFoundError:
@@ -109,25 +129,32 @@ def load_run_file(file: str | Path, overrides: list[str] | None = None) -> RunFi
         raise ConfigError(Problem(str(file), f"not YAML: {' '.join(str(error).split())}")) from None
     if not isinstance(data, dict):
         raise ConfigError(Problem(str(file), "must be a mapping with trainer, agents, task …"))
-    for text in overrides or []:
-        try:
-            _override(data, text)
-        except ConfigError as error:
-            problems += error.problems
-    run_file = None
+    return data
+
+
+def _validated(data: dict[str, Any]) -> RunFile:
     try:
-        run_file = RunFile.model_validate(data)
-    except ConfigError as error:
-        problems += error.problems
+        return RunFile.model_validate(data)
     except ValidationError as error:
-        problems += problems_of(error, RunFile)
-    problems += _problems_in_args(data)
-    if problems or run_file is None:
-        raise ConfigError(problems)
-    if run_file.run.dir is None:
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        run_file.run.dir = str(Path("runs") / f"{file.stem}-{stamp}")
-    return run_file
+        raise ConfigError(problems_of(error, RunFile)) from None
+
+
+def _problems_outside(data: dict[str, Any], base: Path) -> list[Problem]:
+    """Problems of what the file names, whatever else is wrong with it."""
+    found = Findings()
+    for path, reference in references(data.get("task")):
+        found.of(partial(resolve, reference, path, base))
+    agents = data.get("agents")
+    for i, agent in enumerate(agents if isinstance(agents, list) else []):
+        model = str(agent.get("model", "")) if isinstance(agent, dict) else ""
+        # A name with at most one slash may be a repository; whether it is takes a network to know.
+        named = model.count("/") > 1 or model.startswith((".", "/", "~"))
+        if named and not Path(beside(model, base)).expanduser().is_dir():
+            found.add(f"agents.{i}.model", f"no folder {model!r}")
+    deepspeed = data.get("deepspeed")
+    if isinstance(deepspeed, str) and not any((folder / deepspeed).is_file() for folder in (Path.cwd(), base)):
+        found.add("deepspeed", f"no file {deepspeed!r}")
+    return found.problems
 
 
 def _problems_in_args(data: dict[str, Any]) -> list[Problem]:

@@ -56,7 +56,7 @@ def read_deepspeed(value: str | Path | Mapping[str, Any] | None, base: Path | No
     if isinstance(value, Mapping):
         return copy.deepcopy(dict(value))
     file = Path(value)
-    candidates = [file] if file.is_absolute() or base is None else [base / file, file]
+    candidates = [file] if file.is_absolute() or base is None else [file, base / file]
     found = next((f for f in candidates if f.is_file()), None)
     if found is None:
         raise ConfigError(Problem("deepspeed", f"no file {str(value)!r}"))

@@ -90,7 +90,7 @@ def test_every_broken_place_is_listed_with_its_path(tmp_path):
     assert found.keys() == {
         "agents.0.modle", "agents.0.model", "task.reward_func", "args.dpo_beta", "args.top_p", "args.candidates",
         "args.pair_selection", "rollout.backend", "rollout.gpu_memory_utilization", "run.seed", "run.report_to.0", "dtipe",
-        "agents.9.model",
+        "agents.9.model", "task.dataset",
     }  # fmt: skip
     assert found["agents.0.modle"] == "unknown setting; did you mean 'model'?"
     assert found["task.reward_func"] == "required"
@@ -147,3 +147,23 @@ def test_the_quickstart_is_a_valid_run_file():
     assert run.trainer_config.token_limits == [48, 96]
     for name in ("dataset", "eval_dataset", "reward_func", "formatters"):
         assert resolve(getattr(run.task, name), f"task.{name}", file.parent) is not None
+
+
+def test_what_a_broken_file_names_is_checked_in_the_same_look(tmp_path):
+    """Objects, folders and files that are not there stand beside the mistakes of the file itself."""
+    file = written(
+        tmp_path,
+        """
+        trainer: madpo
+        agents: [{model: ./not/here}, {model: some/repository}]
+        task: {dataset: comlrl_ds.tasks.explain:train_item, reward_func: no_such_module:reward, formatters: [nothing]}
+        args: {dpo_betta: 1}
+        deepspeed: ds_configs/zero9.json
+        """,
+    )
+    found = problems(lambda: load_run_file(file))
+    assert found.keys() == {
+        "args.dpo_betta", "agents.0.model", "task.dataset", "task.reward_func", "task.formatters.0", "deepspeed",
+    }  # fmt: skip
+    assert "did you mean 'train_items'" in found["task.dataset"]
+    assert "no_such_module" in found["task.reward_func"] and "zero9.json" in found["deepspeed"]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.collection import JointSampler, SampledItem, agent_name
@@ -84,20 +84,28 @@ class PreferenceTrainer:
         self.seed, self._report_to = seed, list(report_to)
         model, output = ModelConfig.read(model_config), wandb_output(wandb_config)
         self.run_dir = RunDir(run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}")
-        self.run_dir.check()
         self.display = Display(output.get("verbose", True) if verbose is None else verbose)
-        self._settings = EngineSettings(read_deepspeed(deepspeed), model.dtype, model.attn_implementation, device_kind())
-        check_devices(self.args, self._settings.device)
-        self.plan = plan_actors(self._settings, self.args)
-        sources = self._resolve(listed, tokenizer)
-        self.setup = set_up_team(sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
-        self.train_dataset = as_sequence(train_dataset, "train_dataset")
-        self.eval_dataset = as_sequence(eval_dataset, "eval_dataset")
-        for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
-            if dataset is not None:
-                self.setup.try_first_prompt(dataset, name)
+        found = Findings()
+        found.of(self.run_dir.check)
+        content = found.of(partial(read_deepspeed, deepspeed))
+        self._settings = EngineSettings(content or {}, model.dtype, model.attn_implementation, device_kind())
+        found.of(partial(check_devices, self.args, self._settings.device))
+        plan = None if content is None else found.of(partial(plan_actors, self._settings, self.args))
         if (eval_logger is None) != (eval_aggregator is None):
-            raise ConfigError(Problem("eval_logger", "eval_logger and eval_aggregator go together; give both or none"))
+            found.add("eval_logger", "eval_logger and eval_aggregator go together; give both or none")
+        sources = found.of(partial(self._resolve, listed, tokenizer))
+        setup = None
+        if sources is not None:
+            parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
+            setup = found.of(partial(set_up_team, *parts))
+        self.train_dataset: Any = found.of(partial(as_sequence, train_dataset, "train_dataset"))
+        self.eval_dataset: Any = found.of(partial(as_sequence, eval_dataset, "eval_dataset"))
+        for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
+            if dataset is not None and setup is not None:
+                found.of(partial(setup.try_first_prompt, dataset, name))
+        found.raise_any()
+        assert plan and setup
+        self.plan, self.setup = plan, setup
         self._eval_user = (eval_logger, eval_aggregator)
         self._session: Session | None = None
         self._reporter: Reporter | None = None
@@ -209,20 +217,21 @@ class PreferenceTrainer:
         """A folder for every agent; a model object is written to one under the run's folder."""
         from comlrl_ds.engines.loading import local_folder
 
+        found = Findings()
+        if tokenizer is None and any(not isinstance(model, str) for model in listed):
+            found.add("tokenizer", "required when agents are model objects")
         folders = []
         for i, model in enumerate(listed):
             if isinstance(model, str):
-                folders.append(local_folder(model, f"agents.{i}.model"))
-                continue
-            if not hasattr(model, "save_pretrained"):
-                raise ConfigError(
-                    Problem(f"agents.{i}", f"{type(model).__name__} is neither a model source nor a transformers model")
-                )
-            if tokenizer is None:
-                raise ConfigError(Problem("tokenizer", "required when agents are model objects"))
-            folder = self.run_dir.sources / agent_name(i)
-            model.save_pretrained(folder)
-            folders.append(str(folder))
+                folders.append(found.of(partial(local_folder, model, f"agents.{i}.model")) or "")
+            elif hasattr(model, "save_pretrained"):
+                folders.append(str(self.run_dir.sources / agent_name(i)))
+            else:
+                found.add(f"agents.{i}", f"{type(model).__name__} is neither a model source nor a transformers model")
+        found.raise_any()
+        for model, folder in zip(listed, folders):
+            if not isinstance(model, str):
+                model.save_pretrained(folder)
         return folders
 
     def _resolved_config(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.collection import Team
@@ -106,53 +106,34 @@ def set_up_team(
     from comlrl_ds.engines.loading import load_tokenizer, stop_ids
     from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
 
-    problems: list[Problem] = []
-
-    def attempt(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except ConfigError as error:
-            problems.extend(error.problems)
-            return None
-
+    found = Findings()
     if rollout.backend == "vllm" and not vllm_is_installed():
-        problems.append(
-            Problem(
-                "rollout.backend",
-                "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers",
-            )
-        )
+        found.add("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers")
     given = list(tokenizer) if isinstance(tokenizer, list | tuple) else [tokenizer] * len(sources)
     if len(given) != len(sources):
-        raise ConfigError(
-            Problem("tokenizer", f"{len(given)} tokenizers for {len(sources)} agents; give one, or {len(sources)}")
-        )
+        found.add("tokenizer", f"{len(given)} tokenizers for {len(sources)} agents; give one, or {len(sources)}")
+        given = [None] * len(sources)
     loaded: dict[str, Any] = {}
     for i, (source, own) in enumerate(zip(sources, given)):
         if own is None:
             if source not in loaded:
-                loaded[source] = attempt(partial(load_tokenizer, source, f"agents.{i}.model"))
+                loaded[source] = found.of(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
-    checked = attempt(lambda: check_formatters(formatters, len(sources)))
+    checked = found.of(lambda: check_formatters(formatters, len(sources)))
+    oracle = None
     if reward_func is None:
-        problems.append(Problem("reward_func", "required: a function that scores joint responses"))
-        oracle = None
+        found.add("reward_func", "required: a function that scores joint responses")
     else:
-        oracle = attempt(lambda: Oracle(reward_func, len(sources), reward_processor))
-    limits = [max_model_len(rollout, s) - n for s, n in zip(sources, args.token_limits)]
-    for i, limit in enumerate(limits):
-        if limit < 1:
-            longest = max_model_len(rollout, sources[i])
-            problems.append(
-                Problem(
-                    "max_new_tokens",
-                    f"agent {i}: {args.token_limits[i]} new tokens leave no room for a prompt in {longest} tokens"
-                    " (rollout.max_model_len)",
-                )
-            )
-    if problems or oracle is None or checked is None:
-        raise ConfigError(problems)
+        oracle = found.of(partial(Oracle, reward_func, len(sources), reward_processor))
+    longest = [max_model_len(rollout, s) for s in sources]
+    for i, (room, new) in enumerate(zip(longest, args.token_limits)):
+        if new >= room:
+            message = f"agent {i}: {new} new tokens leave no room for a prompt in {room} tokens (rollout.max_model_len)"
+            found.add("max_new_tokens", message)
+    found.raise_any()
+    assert oracle and checked
     team = Team(given, args.token_limits, [stop_ids(s, t) for s, t in zip(sources, given)])
+    limits = [room - new for room, new in zip(longest, args.token_limits)]
     return TeamSetup(list(sources), team, oracle, checked, limits, args)
 
 
