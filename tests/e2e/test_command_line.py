@@ -228,7 +228,7 @@ def test_the_demo_run_trains_syncs_and_evaluates(demo_run):
     steps = [r for r in rows if "train/loss" in r]
     assert len(steps) == 2
     for r in steps:
-        assert all(r[f"train/grad_norm/agent_{i}"] > 0 and r[f"train/lr/agent_{i}"] == 1e-5 for i in range(2))
+        assert all(r[f"train/grad_norm/agent_{i}"] > 0 and r[f"train/lr/agent_{i}"] == 2e-5 for i in range(2))
     syncs = [r for r in rows if "rollout/sync_bytes" in r]
     assert len(syncs) >= 2 and all(r["rollout/sync_bytes"] == 134_515_008 * 2 for r in syncs)
     assert next(r for r in rows if "rollout/logprob_gap" in r)["rollout/logprob_gap"] < 0.2
