@@ -62,6 +62,7 @@ class VLLMRollout(RolloutEngine):
         environment: the child's whole environment.
         probe: rows for verifying syncs; empty does not verify.
         start_timeout_s: longest start. timeout_s: longest silence while it works.
+        log: open file for what the child prints; None is this process's own output.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class VLLMRollout(RolloutEngine):
     ) -> None:  # fmt: skip
         self.source = self.held = str(settings["model"])
         self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
+        self._log = getattr(log, "name", None)
         # An abstract address leaves no file behind; the key travels through the pipe, not through argv or environment.
         self._address, self._key = f"\0comlrl-{os.getpid()}-{secrets.token_hex(6)}", secrets.token_hex(16)
         self.process = subprocess.Popen(
@@ -99,7 +101,7 @@ class VLLMRollout(RolloutEngine):
                 self.connection = Client(self._address, authkey=bytes.fromhex(self._key))
             except (FileNotFoundError, ConnectionRefusedError):
                 if self.process.poll() is not None:
-                    raise RolloutError(f"the engine for {self.source} {self._how_it_ended()} while starting") from None
+                    raise RolloutError(f"the engine for {self.source} {self._how_it_ended()}, before it was ready") from None
                 if time.monotonic() > end:
                     raise RolloutError(
                         f"the engine for {self.source} does not listen after {self._start_timeout_s:.0f} s"
@@ -193,4 +195,5 @@ class VLLMRollout(RolloutEngine):
             code = self.process.wait(2)
         except subprocess.TimeoutExpired:
             return "closed its connection"
-        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return how + (f" (its output: {self._log})" if self._log else "")
