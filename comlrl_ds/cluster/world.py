@@ -24,20 +24,12 @@ class Cluster:
     size: int
     device: str
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def run(self, calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         """Executes each role's call on the ranks that host the role; every rank gets every role's result.
 
         Roles of one group take turns, in the order given.
         """
         return {role: call() for role, call in calls.items()}
-
-    def on_main(self, call: Callable[[], T]) -> T:
-        """Runs the call on rank 0; every rank gets its result."""
-        return call()
 
 
 def check_launch(environment: Mapping[str, str]) -> None:

@@ -31,21 +31,18 @@ class PolicyEngine:
         plan: from `plan_engine`.
         layout: "auto", "shared" or "rows".
         chunk: tokens that reach the vocabulary at once.
-        source: folder that the model came from.
     """
 
-    def __init__(
-        self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, source: str = ""
-    ) -> None:
+    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512) -> None:
         import deepspeed
 
-        self.name, self.plan, self.source = name, plan, source
+        self.name, self.plan = name, plan
         self.scorer = Scorer(lm, chunk)
         self.version = 0
         fill_hidden_size(plan.config, lm.config.get_text_config().hidden_size)
         optimizer, from_file = build_optimizer(self.scorer.parameters(), plan)
         config = plan.config | ({"optimizer": plan.optimizer} if from_file else {})
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+        self._engine, *_ = deepspeed.initialize(
             model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
         )
         self._open_step = False

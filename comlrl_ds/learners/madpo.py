@@ -76,7 +76,6 @@ class MadpoLearner:
     margin_pass: str = "auto"
     graph_budget: float = math.inf
     _open: dict[str, Tensor] = field(default_factory=dict)
-    _rates: list[float] = field(default_factory=list)
 
     def step(self, batch: Batch) -> StepReport:
         """One step of every actor on a batch.
@@ -85,9 +84,10 @@ class MadpoLearner:
             batch: [pairs][agents] token ids.
         """
         started = time.perf_counter()
-        plan = plan_micro_steps(self._lengths(batch), self.max_tokens, self.max_pairs, self._rows_per_pair())
+        lengths = [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
+        plan = plan_micro_steps(lengths, self.max_tokens, self.max_pairs, self._rows_per_pair())
         scores = torch.zeros(len(self.actors), len(batch), 2, dtype=torch.float64)
-        if self._two_pass(batch, plan):
+        if self._two_pass(lengths, plan):
             tokens = sum(self._score(batch, micro, scores, grad=False) for micro in plan)
             if torch.isfinite(scores).all():
                 tokens += sum(self._score_and_backward(batch, micro, scores) for micro in plan)
@@ -99,11 +99,12 @@ class MadpoLearner:
                     break
                 self._backward(micro, scores)
         terms = self._terms(scores)
+        rates = list(self.cluster.run({role: e.learning_rate for role, e in self.actors.items()}).values())
         norms, culprit = self._finish(scores)
         return StepReport(
             loss=terms.loss.mean().item(), joint_margins=terms.joint_margin, margins=scores[..., 0] - scores[..., 1],
             winner_logprobs=scores[..., 0].mean(1).tolist(), loser_logprobs=scores[..., 1].mean(1).tolist(), grad_norms=norms,
-            learning_rates=self._rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started,
+            learning_rates=rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started,
             culprit=culprit,
         )  # fmt: skip
 
@@ -156,7 +157,6 @@ class MadpoLearner:
     def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
         """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
         self._open.clear()
-        self._rates = list(self.cluster.run({role: e.learning_rate for role, e in self.actors.items()}).values())
         bad = (~torch.isfinite(scores)).any(-1).nonzero()
         culprit: tuple[int, int | None] | None = (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
         norms = [math.inf] * len(self.actors)
@@ -171,13 +171,9 @@ class MadpoLearner:
     def _rows_per_pair(self) -> int:
         return 1 if all(e.layout == "shared" for e in self.actors.values()) else 2
 
-    def _lengths(self, batch: Batch) -> list[list[int]]:
-        return [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
-
-    def _two_pass(self, batch: Batch, plan: list[list[int]]) -> bool:
+    def _two_pass(self, lengths: list[list[int]], plan: list[list[int]]) -> bool:
         if self.margin_pass != "auto":
             return self.margin_pass == "two_pass"
-        lengths = self._lengths(batch)
         worst = max(max(max(lengths[k]) for k in micro) * len(micro) for micro in plan) * self._rows_per_pair()
         return sum(graph_bytes(e, worst) for e in self.actors.values()) > self.graph_budget
 

@@ -67,14 +67,12 @@ class Metrics:
     def __init__(self, file: Path | None, trackers: list[Any] | None = None) -> None:
         self._file = file
         self._trackers = trackers or []
-        self.last: dict[str, float] = {}
 
     def write(self, update: int, env_step: int, values: Mapping[str, float]) -> None:
         """Values are finite numbers, or NaN and infinity, which are written as null."""
         unknown = [name for name in values if not _declared(name)]
         if unknown:
             raise KeyError(f"undeclared metric {unknown[0]!r}; declare it in comlrl_ds/runs/metrics.py")
-        self.last.update(values)
         if self._file is not None:
             clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
             line = {"update": update, "env_step": env_step, "time": round(time.time(), 3), **clean}

@@ -104,7 +104,6 @@ class Session:
             copy.deepcopy(self.plan),
             layout=args.row_layout,
             chunk=args.logprob_chunk,
-            source=source,
         )
 
     def pool(self) -> RolloutPool:
