@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_ds import __version__
+from comlrl_ds.cluster import Cluster, join
+from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.errors import ConfigError, Problem
 
 
@@ -24,24 +26,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [w for w in (sys.argv[1:] if argv is None else argv) if not re.fullmatch(r"--local[_-]rank=\d+", w)]
     options = _parser().parse_args(words)
     _calm_threads()
+    cluster: Cluster | None = None
     try:
+        if options.run in (_train, _evaluate):
+            cluster = join()
+            if not cluster.is_main:
+                while cluster.serve()[0] != "leave":
+                    pass
+                return 0
         options.run(options)
+        if cluster:
+            cluster.dismiss()
     except ConfigError as error:
+        return _ended(cluster, error, 2)
+    except KeyboardInterrupt as error:
+        return _ended(cluster, error, 130)
+    except (RuntimeError, ValueError, OSError) as error:
+        return _ended(cluster, error, 1)
+    return 0
+
+
+def _ended(cluster: Cluster | None, error: BaseException, code: int) -> int:
+    """Says why the program ends, unless another rank's end, which is said already, is why; the other ranks end, too."""
+    try:
+        if cluster:
+            cluster.fail(error, code)
+    except ClusterFailure as death:
+        return death.code
+    if isinstance(error, ClusterFailure):
+        if not error.printed:
+            print(f"comlrl-ds: {error}", file=sys.stderr)
+        return error.code
+    if os.environ.get("COMLRL_DS_TRACEBACK"):
+        traceback.print_exc()
+    if isinstance(error, ConfigError):
         count = len(error.problems)
         print(f"comlrl-ds: {count} problem{'s' * (count > 1)}", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+    elif isinstance(error, KeyboardInterrupt):
         print("comlrl-ds: interrupted", file=sys.stderr)
-        return 130
-    except (RuntimeError, ValueError, OSError) as error:
-        if os.environ.get("COMLRL_DS_TRACEBACK"):
-            traceback.print_exc()
+    else:
         print(f"comlrl-ds: {type(error).__name__}: {error}", file=sys.stderr)
         print("comlrl-ds: set COMLRL_DS_TRACEBACK=1 for the full traceback", file=sys.stderr)
-        return 1
-    return 0
+    return code
 
 
 def _calm_threads() -> None:
@@ -49,7 +77,8 @@ def _calm_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+        here = int(os.environ.get("LOCAL_SIZE", "1"))  # ranks on this machine, says the deepspeed launcher
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // here))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,9 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "train as a run file says")
     train.add_argument("run_file", type=Path)
     train.add_argument("overrides", **overrides)  # type: ignore[arg-type]
-    plan = command("plan", _plan, "check a run file and show what it would do; loads no model")
+    plan = command("plan", _plan, "check a run file, show who would sit where and what it would cost; loads nothing")
     plan.add_argument("run_file", type=Path)
     plan.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    plan.add_argument("--hostfile", type=Path, help="the machines of the launch, as deepspeed is given them")
+    plan.add_argument("--devices", metavar="4x80GB", help="GPUs of the launch, or of each machine; default: this machine's")
+    plan.add_argument("--prompts", action="store_true", help="also load the tokenizers and build the first prompts")
     evaluate = command("evaluate", _evaluate, "task reward of trained agents on the run file's held-out tasks")
     evaluate.add_argument("run_file", type=Path)
     evaluate.add_argument("overrides", **overrides)  # type: ignore[arg-type]
@@ -98,11 +130,30 @@ def _plan(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    trainer = _build(options)
+    from comlrl_ds.config.errors import Findings
+    from comlrl_ds.config.run_file import load_run_file
+    from comlrl_ds.planning.plan import plan_run
+    from comlrl_ds.planning.task_check import check_task
+    from comlrl_ds.runs.run_dir import RunDir
+
+    run_file, found = load_run_file(options.run_file, options.overrides), Findings()
+    base = options.run_file.resolve().parent
+    plan = found.of(lambda: plan_run(run_file, base, hostfile=options.hostfile, devices=options.devices))
+    shown = found.of(lambda: check_task(run_file, base))
+    if run_file.run.dir is not None:
+        found.of(RunDir(run_file.run.dir).check)
+    found.raise_any()
+    if options.prompts:
+        _build(options, verbose=False)
+    assert plan and shown
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120
     table = Table(title=f"{options.run_file}: no problems", show_header=False)
-    for name, value in trainer.describe().items():
-        table.add_row(name, str(value))
-    Console(soft_wrap=True).print(table)
+    for name, value in shown.items():
+        table.add_row(name, value)
+    console.print(table)
+    plan.render(console)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

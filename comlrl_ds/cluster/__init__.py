@@ -1,5 +1,5 @@
-"""Processes: which world this one belongs to, and how work reaches the ranks that host a role."""
+"""Processes: the ranks of a launch, their device groups, and how work reaches the ranks that host a role."""
 
-from comlrl_ds.cluster.world import Cluster, start_world
+from comlrl_ds.cluster.world import Call, Cluster, Seat, call, join
 
-__all__ = ["Cluster", "start_world"]
+__all__ = ["Call", "Cluster", "Seat", "call", "join"]

@@ -49,6 +49,14 @@ class Findings:
             self.problems += error.problems
             return None
 
+    def under(self, prefix: str, check: Callable[[], T]) -> T | None:
+        """The same, with `prefix` before the paths of its problems."""
+        try:
+            return check()
+        except ConfigError as error:
+            self.problems += error.under(prefix).problems
+            return None
+
     def add(self, path: str, message: str) -> None:
         self.problems.append(Problem(path, message))
 

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
+from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside, references, resolve
 
 TRAINERS: dict[str, type[Settings]] = {"madpo": MADPOConfig}
@@ -52,6 +53,9 @@ class RolloutConfig(Settings):
     start_timeout_s: Positive = Field(600, description="Longest start of an engine.")
     timeout_s: Positive = Field(600, description="Longest silence of a working engine before the run ends.")
     verify_sync: bool = Field(True, description="Check after each sync that the engine answers with changed weights.")
+    transport: Literal["auto", "host", "nccl", "ipc"] = Field(
+        "auto", description="How weights reach an engine; host works everywhere, auto takes the fastest that placement allows."
+    )
 
 
 class RunSection(Settings):
@@ -60,6 +64,9 @@ class RunSection(Settings):
     dir: str | None = Field(None, description="Where results go; None: runs/<name of the file>-<date and time>.")
     seed: NonNegative = Field(0, description="Everything random follows from it.")
     report_to: list[Literal["tensorboard"]] = Field(default_factory=list, description="Trackers beside metrics.jsonl.")
+    stall_timeout_s: Positive = Field(
+        1800, description="How long a rank may be silent, or stand still in one piece of work, before the run ends."
+    )
 
 
 class RunFile(Settings):
@@ -74,8 +81,19 @@ class RunFile(Settings):
         "auto", description="Compute type of the actors; masters are fp32 always."
     )
     attn_implementation: str | None = Field("sdpa", description="Attention of the actors; null is the model's default.")
+    placement: PlacementConfig | None = Field(None, description="Device groups and their roles; None: one group of all ranks.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     run: RunSection = Field(default_factory=RunSection)
+
+    def placement_from(self, base: Path) -> PlacementConfig | None:
+        """The placement, with DeepSpeed files that stand beside the run file (in `base`) found there."""
+        if self.placement is None:
+            return None
+        copy = self.placement.model_copy(deep=True)
+        for section in copy.roles.values():
+            if isinstance(section.deepspeed, str) and not Path(section.deepspeed).is_file():
+                section.deepspeed = str(base / section.deepspeed)
+        return copy
 
     @property
     def trainer_config(self) -> Any:
@@ -147,14 +165,17 @@ def _problems_outside(data: dict[str, Any], base: Path) -> list[Problem]:
     agents = data.get("agents")
     for i, agent in enumerate(agents if isinstance(agents, list) else []):
         model = str(agent.get("model", "")) if isinstance(agent, dict) else ""
-        # A name with at most one slash may be a repository; whether it is takes a network to know.
-        named = model.count("/") > 1 or model.startswith((".", "/", "~"))
-        if named and not Path(beside(model, base)).expanduser().is_dir():
+        if is_path(model) and not Path(beside(model, base)).expanduser().is_dir():
             found.add(f"agents.{i}.model", f"no folder {model!r}")
     deepspeed = data.get("deepspeed")
     if isinstance(deepspeed, str) and not any((folder / deepspeed).is_file() for folder in (Path.cwd(), base)):
         found.add("deepspeed", f"no file {deepspeed!r}")
     return found.problems
+
+
+def is_path(model: str) -> bool:
+    """Whether a model's name can only be a folder's; one with at most one slash may be a repository."""
+    return model.count("/") > 1 or model.startswith((".", "/", "~"))
 
 
 def _problems_in_args(data: dict[str, Any]) -> list[Problem]:

@@ -34,6 +34,7 @@ class TrainerNumbers:
     max_grad_norm: float | None
     dtype: str  # "auto" or one of DTYPES
     default_dtype: str  # what auto means on this hardware
+    name: str = ""  # of the group and role, which no other engine has
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def plan_engine(user: Mapping[str, Any], numbers: TrainerNumbers) -> EnginePlan:
         problems.append(Problem("deepspeed.managed_gradient_accumulation", "must be false: the trainer ends the steps"))
     config["managed_gradient_accumulation"] = False
     config["zero_allow_untested_optimizer"] = True
+    _own_swap_folders(config, numbers.name, problems)
     config.setdefault("steps_per_print", 10**9)
     for path in _autos(config):
         problems.append(Problem(f"deepspeed.{path}", "'auto' is not known here; write a value or leave it out"))
@@ -116,6 +118,18 @@ def _check_kinds(config: Mapping[str, Any], problems: list[Problem]) -> None:
         value = config.get(name, "auto")
         if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             problems.append(Problem(f"deepspeed.{name}", f"must be a positive integer or 'auto', got {value!r}"))
+
+
+def _own_swap_folders(config: dict[str, Any], name: str, problems: list[Problem]) -> None:
+    """DeepSpeed names swap files by rank and wipes them at its start: engines that share a folder wipe each other's."""
+    for key in ("offload_optimizer", "offload_param"):
+        section = config.get("zero_optimization", {}).get(key)
+        if not isinstance(section, dict) or section.get("device") != "nvme":
+            continue
+        if not section.get("nvme_path"):
+            problems.append(Problem(f"deepspeed.zero_optimization.{key}.nvme_path", "required with device nvme"))
+        elif name:
+            section["nvme_path"] = str(Path(section["nvme_path"]) / name)
 
 
 def _section(value: Any, name: str, problems: list[Problem]) -> dict[str, Any] | None:

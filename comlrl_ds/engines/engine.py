@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.boundary import StepBoundary
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
+from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
 from comlrl_ds.maths.logprobs import sum_by_side
-from comlrl_ds.maths.packing import Layout, MicroBatch, pack_sequences
+from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, row_length, share_out
 
 # Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 GATHER_BYTES = 64 << 20
 
 
+@dataclass
+class _Graph:
+    """The open forward of this rank: its pairs, their token log-probs, and whose each of those is."""
+
+    pairs: list[int]
+    logprobs: Tensor
+    side: Tensor
+
+
 class PolicyEngine:
     """An actor: scores pairs, learns, and gives its weights away.
 
-    A step is any number of (`score`, `backward`), then `step` or `discard`.
+    A step is any number of (`score_pairs`, `backward`), then `step` or `discard`. Every method but `learning_rate` and
+    `shape` is a collective of the ranks of its device group, each of which holds an engine of this name.
 
     Args:
         name: e.g. "actor.0", for messages.
@@ -46,9 +60,11 @@ class PolicyEngine:
             model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
         )
         self._open_step = False
+        self._graph: _Graph | None = None
         self._boundary = StepBoundary(self._engine, plan.stage)
         self.device = str(self._engine.device)
         self.world_size = int(self._engine.dp_world_size)
+        self.rank = torch.distributed.get_rank()
         try:
             self.layout: Layout = fit_to_model(
                 self.scorer,
@@ -61,11 +77,31 @@ class PolicyEngine:
             raise ValueError(f"{name}: {error}") from None
 
     # --- scoring
-    def score(self, batch: MicroBatch, pairs: int, *, grad: bool) -> Tensor:
-        """[pairs, 2] summed log-probs of winners and losers; with `grad` the graph stays for `backward`."""
-        batch = batch.to(self.device)
+    def score_pairs(
+        self, pairs: Sequence[PairTokens], score_last_token: bool, grad: bool = False
+    ) -> tuple[list[list[float]], int]:
+        """Summed log-probs of winners and losers; a collective of the group, whose ranks share the pairs out.
+
+        With `grad` this rank's graph stays for `backward`, one at a time.
+
+        Returns:
+            [pairs][2], and the padded tokens of all ranks' forwards.
+        """
+        own = share_out([row_length(p, score_last_token) for p in pairs], self.world_size)[self.rank]
+        packed = pack([pairs[k] for k in own], layout=self.layout, score_last_token=score_last_token)
+        batch = packed.to(self.device)
         with torch.set_grad_enabled(grad):
-            return sum_by_side(self._engine(**inputs_of(batch)), batch.side, pairs)
+            logprobs = self._engine(**inputs_of(batch))
+        if grad:
+            self._graph = _Graph(own, logprobs, batch.side)
+        whole = torch.zeros(2 * len(pairs) + 1, dtype=torch.float64, device=self.device)
+        sums = sum_by_side(logprobs.detach(), batch.side, len(own) + 1)[: len(own)]
+        whole[:-1].view(-1, 2)[own] = sums.double()
+        whole[-1] = packed.padded_tokens
+        if self.world_size > 1:
+            torch.distributed.all_reduce(whole)  # every pair is one rank's, so this adds zeros: exact
+        tick()
+        return whole[:-1].view(-1, 2).tolist(), int(whole[-1])
 
     @torch.no_grad()
     def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -75,16 +111,28 @@ class PolicyEngine:
         return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
 
     # --- learning
-    def backward(self, scores: Tensor, weights: Tensor) -> None:
-        """Gradient of Σ weights · scores, added to the step's. One backward per forward: at ZeRO-3 two open forwards
-        with two backwards give silently wrong gradients.
+    def backward(self, weights: Sequence[Sequence[float]]) -> None:
+        """Gradient of Σ weights · log-probs over the pairs that were scored last, added to the step's.
+
+        One backward per forward: at ZeRO-3 two open forwards with two backwards give silently wrong gradients.
 
         Args:
-            scores: [pairs, 2] from `score`. weights: [pairs, 2], ∂loss/∂score over the whole group's batch.
+            weights: [pairs][2], ∂loss/∂log-prob over the whole batch of the step.
         """
+        graph, self._graph = self._graph, None
+        assert graph
+        own = torch.tensor([weights[k] for k in graph.pairs] + [(0.0, 0.0)], dtype=torch.float64)  # last: of padding
+        per_token = own.flatten()[graph.side.to("cpu")].to(graph.logprobs)
         # DeepSpeed averages over the group's ranks; every rank holds a part of the sum.
-        self._engine.backward((scores * weights.to(scores)).sum() * self.world_size)
+        self._engine.backward((graph.logprobs * per_token).sum() * self.world_size)
         self._open_step = True
+        tick()
+
+    def learn_pairs(self, pairs: Sequence[PairTokens], score_last_token: bool, weights: Sequence[Sequence[float]]) -> int:
+        """Scores pairs and learns from them in one go; returns the padded tokens."""
+        _, tokens = self.score_pairs(pairs, score_last_token, grad=True)
+        self.backward(weights)
+        return tokens
 
     def gradient_norm(self) -> float:
         """L2 norm of the step's gradient before clipping; infinite if any of it is NaN or infinite."""
@@ -98,6 +146,7 @@ class PolicyEngine:
 
     def discard(self) -> None:
         """Drops the step's gradient; weights, optimizer and learning rate stay as they were."""
+        self._graph = None
         if self._open_step:  # without any backward there is nothing to drop, and DeepSpeed has no buffers to end a step with
             self._boundary.skip()
         self._open_step = False
@@ -128,10 +177,41 @@ class PolicyEngine:
         """Of the next step."""
         return float(self._engine.optimizer.param_groups[0]["lr"])
 
-    def missing_state_bytes(self) -> int:
-        """What the first steps will still allocate on this rank: fp32 gradients and two fp32 optimizer states."""
+    def budget(self) -> dict[str, Any]:
+        """What the learner plans with: how rows are laid out, the ranks that share them, bytes that graphs may take on this
+        rank, and bytes of a graph per token.
+        """
+        # The first steps will still allocate fp32 gradients and two fp32 optimizer states.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.parameters())
-        return 0 if self.version else 12 * elements // self.world_size
+        missing = 0 if self.version else 12 * elements // self.world_size
+        config = self.scorer.lm.config.get_text_config()
+        # About 34 values per token, layer and hidden unit (Korthikanti et al., 2022).
+        per_token = 34 * config.num_hidden_layers * config.hidden_size * (4 if self.plan.dtype == "float32" else 2)
+        free = free_bytes("cpu" if self.device == "cpu" else "cuda") - missing
+        return {
+            "layout": self.layout,
+            "ranks": self.world_size,
+            "free": free // (int(os.environ.get("LOCAL_SIZE", "1")) if self.device == "cpu" else 1),
+            "graph_bytes_per_token": per_token,
+        }
+
+    # --- room for others on a shared device
+    def put_away(self) -> None:
+        """Moves optimizer states and fp32 masters to the host. At ZeRO-3 DeepSpeed can do so only with an optimizer of its own
+        that needs a CUDA compiler; there they stay, and the rollout engine's share of the device must leave room for them.
+        """
+        if self._movable():
+            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+            self._engine.offload_states(include=[State.optim_states, State.hp_params, State.contiguous_grad_buffer])
+
+    def take_back(self) -> None:
+        """Undoes `put_away`."""
+        if self._movable():
+            self._engine.reload_states()
+
+    def _movable(self) -> bool:
+        return self.plan.stage < 3 and hasattr(self._engine.optimizer, "offload_states")
 
     # --- weights
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -140,6 +220,9 @@ class PolicyEngine:
         A group is gathered and released before any of it is handed on: a consumer that waits inside a gather would
         make the ranks drift apart.
         """
+        if self.plan.stage == 3:
+            # A forward without its backward leaves gathers in flight that DeepSpeed began for that backward.
+            self._engine.optimizer.parameter_offload.partition_all_parameters()
         group: list[tuple[str, Any]] = []
         size = 0
         for name, p in self.scorer.named_parameters():
@@ -150,7 +233,12 @@ class PolicyEngine:
                 group, size = [], 0
         yield from _gathered(group, dtype)
 
-    def save_pretrained(self, folder: Path, tokenizer: Any = None) -> None:
+    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """(Hugging Face name, whole shape) of what `named_weights` gives, in its order."""
+        named = self.scorer.named_parameters()
+        return [(name.removeprefix("lm."), tuple(getattr(p, "ds_shape", p.shape))) for name, p in named]
+
+    def save_pretrained(self, folder: Path) -> None:
         """Writes a Hugging Face folder (safetensors) in the compute type; a collective."""
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
         if torch.distributed.get_rank() == 0:
@@ -162,8 +250,6 @@ class PolicyEngine:
             use_cache, lm.config.use_cache = lm.config.use_cache, True
             lm.save_pretrained(folder, state_dict=state)
             lm.config.use_cache = use_cache
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
 
 
 def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
@@ -172,6 +258,7 @@ def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[t
         return [(n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in group]
     from deepspeed.runtime.zero import GatheredParameters
 
+    tick()
     with GatheredParameters(sharded):
         return [(n, p.detach().to(dtype or p.dtype, copy=True)) for n, p in group]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +57,23 @@ def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def load_causal_lm(source: str, *, dtype: str, attn_implementation: str | None, dropout: bool) -> Any:
+def load_causal_lm(
+    source: str, *, dtype: str, attn_implementation: str | None, dropout: bool, zero3_config: dict[str, Any] | None = None
+) -> Any:
     """A causal LM for training, on the CPU; DeepSpeed moves it.
 
     Args:
         dtype: compute type. dropout: keep the model's own; otherwise every dropout is set to 0.
+        zero3_config: DeepSpeed configuration at whose stage 3 each rank of the default group keeps its part only, from the
+            first tensor on; a collective then.
     """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    lm = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
+    with _partitioned(source, zero3_config):
+        lm = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
     lm.config.use_cache = False
     if not dropout:
         for module in lm.modules():
@@ -77,3 +84,23 @@ def load_causal_lm(source: str, *, dtype: str, attn_implementation: str | None, 
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
     return lm.train()
+
+
+@contextmanager
+def _partitioned(source: str, config: dict[str, Any] | None) -> Iterator[None]:
+    """Lets transformers load into ZeRO-3 shards, for the length of a block: its switch is one for the whole process."""
+    if config is None:
+        yield
+        return
+    from transformers import AutoConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    from comlrl_ds.engines.ds_config import fill_hidden_size
+
+    fill_hidden_size(config, AutoConfig.from_pretrained(source).get_text_config().hidden_size)
+    switch = HfDeepSpeedConfig(config)  # held: transformers keeps a weak reference
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del switch

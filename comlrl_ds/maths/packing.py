@@ -38,7 +38,7 @@ class MicroBatch:
 
     ids, positions: [B, W] · visible: [B, W, W] bool (row, query, key) or None for plain causal rows ·
     at: [N] flat indices into B·W of the positions that predict · target: [N] the predicted ids ·
-    side: [N] 2·pair + (0 winner, 1 loser), pair being the index within the micro-step.
+    side: [N] 2·pair + (0 winner, 1 loser), pair being the index within the micro-step; 2·pairs for padding.
     """
 
     ids: Tensor
@@ -77,7 +77,8 @@ def _sides(index: int, pair: PairTokens, score_last_token: bool) -> tuple[tuple[
 
 
 def pack(pairs: Sequence[PairTokens], *, layout: Layout = "shared", score_last_token: bool = False) -> MicroBatch:
-    """One micro-batch of all pairs. Always at least one row, so that every rank runs the same number of forwards.
+    """One micro-batch of all pairs. Always at least one scored token, so that every rank of a sharded engine runs the same
+    forwards and backwards: where there is none, a row of padding, whose `side` is that of no pair.
 
     Raises:
         ValueError: a pair with an empty prompt; nothing could predict its first token.
@@ -91,7 +92,7 @@ def pack(pairs: Sequence[PairTokens], *, layout: Layout = "shared", score_last_t
             rows += [_Row(pair.prompt, (side,)) for side in sides]
         elif sides:
             rows.append(_Row(pair.prompt, sides))
-    return _fill(rows or [_Row((0,), ())], layout)
+    return _fill(rows or [_Row((0,), ((2 * len(pairs), (0,)),))], layout)
 
 
 def _fill(rows: Sequence[_Row], layout: Layout) -> MicroBatch:
@@ -134,17 +135,33 @@ def pack_sequences(rows: Sequence[Sequence[int]]) -> MicroBatch:
     return _fill(whole, "rows")
 
 
+def share_out(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Pairs (by index) for each of a group's ranks, by token count: the longest first, each to the rank with least."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for k in sorted(range(len(lengths)), key=lambda k: (-lengths[k], k)):
+        rank = min(range(ranks), key=lambda r: (load[r], r))
+        shares[rank].append(k)
+        load[rank] += lengths[k]
+    return [sorted(share) for share in shares]
+
+
 def plan_micro_steps(
-    lengths: Sequence[Sequence[int]], max_tokens: int, max_pairs: int | None = None, rows_per_pair: int = 1
+    lengths: Sequence[Sequence[int]],
+    max_tokens: int,
+    max_pairs: int | None = None,
+    rows_per_pair: int = 1,
+    ranks: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """The joint plan of one batch: which pairs make up each micro-step, the same for every agent.
 
     Args:
         lengths: [pairs][agents], tokens of the pair's longest row for that agent.
-        max_tokens: bound on rows × longest row of a micro-step, for the worst agent. A pair that alone exceeds it
+        max_tokens: bound on rows × longest row of one rank's forward, for the worst agent. A pair that alone exceeds it
             still gets a micro-step of its own: it cannot be split.
         max_pairs: bound on the pairs of a micro-step.
         rows_per_pair: 1 in the shared layout, 2 in the rows layout.
+        ranks: of each agent's group, which share a micro-step's pairs (`share_out`); None: one each.
 
     Returns:
         Disjoint lists of pair indices that cover the batch, of similar length within a list.
@@ -154,9 +171,18 @@ def plan_micro_steps(
     for k in order:
         if steps:
             now = [*steps[-1], k]
-            worst = max(max(lengths[j][i] for j in now) for i in range(len(lengths[k])))
-            if worst * len(now) * rows_per_pair <= max_tokens and len(now) <= (max_pairs or len(now)):
+            worst = worst_forward([lengths[j] for j in now], ranks or [1] * len(lengths[k]))
+            if worst * rows_per_pair <= max_tokens and len(now) <= (max_pairs or len(now)):
                 steps[-1].append(k)
                 continue
         steps.append([k])
     return steps
+
+
+def worst_forward(lengths: Sequence[Sequence[int]], ranks: Sequence[int]) -> int:
+    """Padded tokens of the largest forward of any agent and rank that score these pairs together, one row a pair."""
+    worst = 0
+    for agent, size in enumerate(ranks):
+        own = [pair[agent] for pair in lengths]
+        worst = max(worst, *(len(share) * max((own[k] for k in share), default=0) for share in share_out(own, size)))
+    return worst

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from comlrl_ds.preference.collection import SampledItem
-from comlrl_ds.preference.records import write_atomically
+from comlrl_ds.runs.files import write_atomically
 
 
 @dataclass(frozen=True)

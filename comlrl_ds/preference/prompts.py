@@ -82,7 +82,7 @@ class PromptBuilder:
         prompts: list[Prompt] = []
         for agent, (tokenizer, formatter, limit) in enumerate(zip(self.tokenizers, self.formatters, self.limits)):
             where = f"task {index}, agent {agent}"
-            prompt = encode_prompt(tokenizer, _call(formatter, item, where), where)
+            prompt = encode_prompt(tokenizer, formatted(formatter, item, where), where)
             if len(prompt.ids) > limit:
                 if self.overlong == "error":
                     raise PromptError(
@@ -96,6 +96,27 @@ class PromptBuilder:
                 prompt = truncate_left(tokenizer, prompt, limit)
             prompts.append(prompt)
         return JointPrompt(index, item, tuple(prompts))
+
+
+def formatted(formatter: Formatter, item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
+    """What a formatter makes of a task: a string or chat messages.
+
+    Raises:
+        PromptError: it raised, or returned anything else.
+    """
+    prompt = _call(formatter, item, where)
+    if isinstance(prompt, str):
+        return prompt
+    if (
+        isinstance(prompt, Sequence)
+        and prompt
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+    ):
+        return [dict(m) for m in prompt]
+    raise PromptError(
+        f"{where}: the formatter returned {type(prompt).__name__};"
+        " return a string or a list of {'role': …, 'content': …} messages"
+    )
 
 
 def _call(formatter: Formatter, item: Mapping[str, Any], where: str) -> Any:
@@ -117,28 +138,18 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], whe
     bos = tokenizer.bos_token_id
     if isinstance(prompt, str):
         text, ids = prompt, list(tokenizer(prompt)["input_ids"])
-    elif (
-        isinstance(prompt, Sequence)
-        and prompt
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
-    ):
+    else:
         if not getattr(tokenizer, "chat_template", None):
             raise PromptError(
                 f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string"
             )
-        messages = [dict(m) for m in prompt if isinstance(m, Mapping)]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program too, and refuses e.g. a system message in its own way
             raise PromptError(f"{where}: the chat template raised {type(error).__name__}: {error}") from error
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if bos is not None and ids[:1] != [bos] and list(tokenizer("")["input_ids"])[:1] == [bos]:
             ids = [bos, *ids]
-    else:
-        raise PromptError(
-            f"{where}: the formatter returned {type(prompt).__name__};"
-            " return a string or a list of {'role': …, 'content': …} messages"
-        )
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     if not ids:

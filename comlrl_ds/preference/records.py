@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.maths.packing import PairTokens
+from comlrl_ds.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from comlrl_ds.preference.collection import SampledItem
@@ -76,16 +76,6 @@ def make_pair(sampled: SampledItem, winner: int, loser: int) -> PreferencePair:
         winner=winner,
         loser=loser,
     )
-
-
-def write_atomically(file: Path, data: bytes) -> None:
-    """A reader sees the old file or the whole new one, also after a crash."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, file)
 
 
 def write_round(folder: Path, iteration: int, pairs: Sequence[PreferencePair], sampled: Sequence[SampledItem]) -> Path:

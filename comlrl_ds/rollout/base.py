@@ -63,13 +63,16 @@ class PolicyWeights:
         key: says which weights these are. Policies with equal keys have equal weights and share an engine's pass; an
             engine that holds the key needs no sync. A folder's key is its path, a trained actor's is name@version.
         source: folder whose architecture the weights have.
-        tensors: a fresh pass over (name, tensor) in Hugging Face names; None means the weights on disk at `source`.
+        tensors: a fresh pass over (name, tensor) in Hugging Face names, in this process; None means the weights on disk at
+            `source`, unless there is a role.
+        role: of the live actor whose weights they are; its ranks send them.
     """
 
     name: str
     key: str
     source: str
     tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None = field(default=None, repr=False)
+    role: str | None = None
 
 
 class RolloutEngine(ABC):
@@ -79,11 +82,13 @@ class RolloutEngine(ABC):
         source: folder that it was started from.
         held: key of the weights that it holds (`PolicyWeights.key`).
         connection: what to wait for while it works in another process; None if `receive` does the work itself.
+        serves: names of the policies that it takes; None: any of its architecture.
     """
 
     source: str
     held: str
     connection: Connection | None = None
+    serves: tuple[str, ...] | None = None
 
     @abstractmethod
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:

@@ -1,22 +1,22 @@
-"""Trainer half of the `host` weight transfer: tensors are copied into an anonymous memory file that the engine maps.
-
-An anonymous file needs no room in /dev/shm, 64 MB in many containers, and is gone with its process.
-"""
+"""Trainer half of the `host` weight transfer: whole models in chunks, to any number of engines at a time."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from comlrl_ds.rollout.base import PolicyWeights, RolloutError, SyncReport
+from comlrl_ds.rollout.outbox import Outbox, room
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK_BYTES = 512 << 20
+# name → [shape, digest of the bits, dtype]
+Manifest = dict[str, list[Any]]
 
 
 class WeightClient(Protocol):
@@ -27,23 +27,24 @@ class WeightClient(Protocol):
     def finish_weight_update(self, version: str) -> dict[str, Any]: ...
 
 
+@dataclass
 class HostSender:
-    """Sends whole models to one engine, and knows what it sent last: names, shapes, a digest of each tensor.
+    """Sends whole models to one engine.
 
     Args:
         client: the engine. source: folder whose weights it started with.
-        chunk_bytes: size of the memory file, unless one tensor is larger.
+        chunk_bytes: size of a chunk, unless one tensor is larger.
+        far: an address of the engine's machine where that is another one than this, else None.
+        manifest: what the engine was last sent, empty at first; a later sync must have the same names and shapes.
     """
 
-    def __init__(self, client: WeightClient, source: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._client, self._source, self._chunk_bytes = client, source, chunk_bytes
-        self._fd = os.memfd_create("weights")
-        self._size = 0
-        self._buffer: Any = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._digests: dict[str, int] = {}
-        self._before: dict[str, int] = {}
-        self._dtypes: dict[str, Any] = {}
+    client: WeightClient
+    source: str
+    chunk_bytes: int = CHUNK_BYTES
+    far: str | None = None
+    manifest: Manifest | None = None
+    before: Manifest | None = None
+    outbox: Outbox | None = None
 
     def send(self, policy: PolicyWeights) -> tuple[SyncReport, list[list[float]]]:
         """One sync. Returns the report and the engine's probe log-probs with the new weights.
@@ -51,75 +52,88 @@ class HostSender:
         Raises:
             RolloutError: an empty tensor; other names or shapes than in the sync before; another version reported.
         """
-        started = time.perf_counter()
-        shapes: dict[str, tuple[int, ...]] = {}
-        digests: dict[str, int] = {}
-        dtypes: dict[str, Any] = {}
-        chunk: list[tuple[str, Tensor, int]] = []
-        used = total = 0
-        self._client.start_weight_update()
-        for name, tensor in _stream(policy):
-            if tensor.numel() == 0:
-                raise RolloutError(f"weight sync of {policy.name}: {name} is empty; was it gathered?")
-            shapes[name], digests[name], dtypes[name] = tuple(tensor.shape), _digest(tensor), tensor.dtype
-            if chunk and used + tensor.nbytes > self._chunk_bytes:
-                self._flush(chunk, used)
-                chunk, used = [], 0
-            chunk.append((name, tensor, used))
-            used += -(-tensor.nbytes // 64) * 64
-            total += tensor.nbytes
-        self._check_names(policy, shapes)
-        self._flush(chunk, used)
-        answer = self._client.finish_weight_update(policy.key)
-        if answer["version"] != policy.key:
-            raise RolloutError(
-                f"weight sync of {policy.name}: sent version {policy.key!r}, the engine reports {answer['version']!r}"
-            )
-        self._shapes, self._before, self._digests = shapes, self._digests, digests
-        self._dtypes = dtypes
-        return SyncReport(time.perf_counter() - started, total), answer["probe"]
+        self.outbox = self.outbox or Outbox()
+        return send_to_all([self], policy.name, policy.key, stream(policy), self.outbox)[0]
 
     def changed_share(self) -> float:
         """Share of tensors that the last sync changed, against the one before it or, for the first, the weights on disk."""
-        before = self._before
-        if not before:
-            from comlrl_ds.rollout.disk import tensors_on_disk
-
-            on_disk = tensors_on_disk(self._source)
-            before = {name: _digest(t.to(self._dtypes[name])) for name, t in on_disk if name in self._dtypes}
-        return sum(before.get(name) != digest for name, digest in self._digests.items()) / len(self._digests)
-
-    def _check_names(self, policy: PolicyWeights, shapes: dict[str, tuple[int, ...]]) -> None:
-        if not shapes:
-            raise RolloutError(f"weight sync of {policy.name}: no tensors")
-        for name in sorted(self._shapes.keys() | shapes.keys()) if self._shapes else ():
-            old, new = self._shapes.get(name), shapes.get(name)
-            if old != new:
-                was, now = ("absent" if old is None else old), ("missing" if new is None else new)
-                raise RolloutError(f"weight sync of {policy.name}: {name} was {was} in the sync before, now {now}")
-
-    def _flush(self, chunk: list[tuple[str, Tensor, int]], size: int) -> None:
-        import torch
-
-        if size > self._size:
-            self._buffer = None
-            os.ftruncate(self._fd, size)
-            self._size = size
-            self._buffer = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
-        for _, tensor, offset in chunk:
-            self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape), offset] for name, t, offset in chunk]
-        # The path names this process's open file; a process of the same user and PID namespace may map it.
-        self._client.update_weights({"path": f"/proc/{os.getpid()}/fd/{self._fd}", "tensors": described})
+        return changed_share(self.before, self.manifest or {}, self.source)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            self._buffer = None
-            os.close(self._fd)
-            self._fd = -1
+        if self.outbox:
+            self.outbox.close()
 
 
-def _stream(policy: PolicyWeights) -> Iterable[tuple[str, Tensor]]:
+def changed_share(before: Manifest | None, after: Manifest, source: str) -> float:
+    """Share of tensors whose bits differ between two manifests; no earlier one stands for the weights at `source`."""
+    if not before:
+        import torch
+
+        from comlrl_ds.rollout.disk import tensors_on_disk
+
+        kept = ((name, t.to(getattr(torch, after[name][2]))) for name, t in tensors_on_disk(source) if name in after)
+        before = {name: [list(t.shape), _digest(t), after[name][2]] for name, t in kept}
+    return sum(before.get(name, [None, None])[1] != entry[1] for name, entry in after.items()) / len(after)
+
+
+def send_to_all(
+    senders: Sequence[HostSender], name: str, key: str, tensors: Iterable[tuple[str, Tensor]], outbox: Outbox
+) -> list[tuple[SyncReport, list[list[float]]]]:
+    """One pass over a policy's tensors, each chunk to every engine at the same time.
+
+    Args:
+        name: of the policy, for messages. key: the version that the engines shall report.
+    """
+    started = time.perf_counter()
+    manifest: Manifest = {}
+    chunk: list[tuple[str, Tensor]] = []
+    used = total = 0
+    with ThreadPoolExecutor(len(senders)) as threads:
+
+        def every(act: Any) -> list[Any]:
+            return list(threads.map(act, senders)) if len(senders) > 1 else [act(senders[0])]
+
+        def flush() -> None:
+            described = outbox.fill(chunk)
+            every(lambda s: s.client.update_weights({**outbox.place(s.far is not None, s.far or ""), "tensors": described}))
+
+        every(lambda s: s.client.start_weight_update())
+        limit = min(s.chunk_bytes for s in senders)
+        for tensor_name, tensor in tensors:
+            if tensor.numel() == 0:
+                raise RolloutError(f"weight sync of {name}: {tensor_name} is empty; was it gathered?")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            manifest[tensor_name] = [list(tensor.shape), _digest(tensor), dtype]
+            if chunk and used + tensor.nbytes > limit:
+                flush()
+                chunk, used = [], 0
+            chunk.append((tensor_name, tensor))
+            used += room(tensor)
+            total += tensor.nbytes
+        for s in senders:
+            _check_names(name, s.manifest, manifest)
+        flush()
+        answers = every(lambda s: s.client.finish_weight_update(key))
+    for s, answer in zip(senders, answers):
+        if answer["version"] != key:
+            raise RolloutError(f"weight sync of {name}: sent version {key!r}, the engine reports {answer['version']!r}")
+        s.before, s.manifest = s.manifest, manifest
+    report = SyncReport(time.perf_counter() - started, total)
+    return [(report, answer["probe"]) for answer in answers]
+
+
+def _check_names(policy: str, before: Manifest | None, now: Manifest) -> None:
+    if not now:
+        raise RolloutError(f"weight sync of {policy}: no tensors")
+    for name in sorted(before.keys() | now.keys()) if before else ():
+        old, new = (tuple(m[name][0]) if name in m else None for m in (before or {}, now))
+        if old != new:
+            was, is_now = ("absent" if old is None else old), ("missing" if new is None else new)
+            raise RolloutError(f"weight sync of {policy}: {name} was {was} in the sync before, now {is_now}")
+
+
+def stream(policy: PolicyWeights) -> Iterable[tuple[str, Tensor]]:
+    """A fresh pass over a policy's tensors, of this process or on disk."""
     if policy.tensors is not None:
         return ((name, tensor.detach()) for name, tensor in policy.tensors())
     from comlrl_ds.rollout.disk import tensors_on_disk

@@ -1,17 +1,18 @@
-"""Engine half of the `host` weight transfer: tensors arrive in a memory file that both processes map.
+"""Engine half of the `host` weight transfer: tensors arrive in chunks, in memory that both processes map or over TCP.
 
 Works on every device through vLLM's layerwise reload, which re-packs and re-quantises as the first load did.
 """
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader import reload as layerwise
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+from comlrl_ds.rollout.chunks import opened, view
 
 
 @dataclass
@@ -21,10 +22,17 @@ class HostInit(WeightTransferInitInfo):
 
 @dataclass
 class HostUpdate(WeightTransferUpdateInfo):
-    """A chunk: the file, and [name, dtype, shape, byte offset] of each tensor in it."""
+    """A chunk: where it is (`Outbox.place`), and [name, dtype, shape, byte offset] of each tensor in it."""
 
-    path: str
     tensors: list
+    path: str | None = None
+    at: list | None = None
+    key: str | None = None
+    size: int = 0
+
+    @property
+    def place(self) -> dict:
+        return {"path": self.path} if self.path else {"at": self.at, "key": self.key, "size": self.size}
 
 
 class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
@@ -48,10 +56,8 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update: HostUpdate) -> None:
-        with open(update.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
-            buffer = torch.frombuffer(shared, dtype=torch.uint8)
-
-            loaded = self.model.load_weights((name, _view(buffer, *rest)) for name, *rest in update.tensors)
+        with opened(update.place) as buffer:
+            loaded = self.model.load_weights((name, view(buffer, *rest)) for name, *rest in update.tensors)
             self._loaded |= set(loaded or ())
             _release_views(self.model)
             del buffer
@@ -64,12 +70,6 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
             raise ValueError(
                 f"weight sync left {len(missing)} parameters of the engine without new values, e.g. {missing[0]!r}"
             )
-
-
-def _view(buffer: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
-    dtype = getattr(torch, dtype_name)
-    size = torch.Size(shape).numel() * dtype.itemsize
-    return buffer[offset : offset + size].view(dtype).view(shape)
 
 
 def _release_views(model: torch.nn.Module) -> None:

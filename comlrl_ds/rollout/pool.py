@@ -9,6 +9,8 @@ from multiprocessing.connection import wait
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
 from comlrl_ds.rollout.schedule import Segment, schedule
 
+Wanted = tuple[RolloutEngine, PolicyWeights]
+
 # Giving an engine other weights takes about as long as sampling so many tokens, for small and large models alike:
 # both are bound by the passes over the weights.
 SWAP_COST_TOKENS = 400.0
@@ -22,6 +24,7 @@ class RolloutPool:
         shape_of: says of a model folder which architecture it has; engines take weights of their own only.
         timeout_s: longest silence of all working engines.
         on_sync: told (policy, engine index, report) after each sync.
+        move: makes engines hold policies, all at the same time where it can; None: one after the other by `sync_weights`.
     """
 
     def __init__(
@@ -30,8 +33,10 @@ class RolloutPool:
         shape_of: Callable[[str], str],
         timeout_s: float = 600,
         on_sync: Callable[[PolicyWeights, int, SyncReport], None] | None = None,
+        move: Callable[[Sequence[Wanted]], list[SyncReport]] | None = None,
     ) -> None:
         self.engines, self._shape_of, self._timeout_s, self._on_sync = list(engines), shape_of, timeout_s, on_sync
+        self._move = move or (lambda wanted: [engine.sync_weights(policy) for engine, policy in wanted])
         self.generated_tokens, self.generate_seconds = 0, 0.0
         self._interrupted = False
 
@@ -46,12 +51,14 @@ class RolloutPool:
                 "a generation was interrupted, and its engines are still at it; close() the trainer for new ones"
             )
         self._interrupted = True  # until the last completion is handed over
-        by_key = {policies[r.policy].key: policies[r.policy] for r in requests}
+        by_key: dict[str, list[PolicyWeights]] = {}
+        for name in dict.fromkeys(r.policy for r in requests):
+            by_key.setdefault(policies[name].key, []).append(policies[name])
         plan = schedule(
             [r.cost for r in requests],
             [policies[r.policy].key for r in requests],
             [e.held for e in self.engines],
-            {key: self.engines_for(policy) for key, policy in by_key.items()},
+            {key: sorted({e for p in same for e in self.engines_for(p)}) for key, same in by_key.items()},
             SWAP_COST_TOKENS,
         )
         started = time.perf_counter()
@@ -59,13 +66,21 @@ class RolloutPool:
         waiting = {e: list(segments) for e, segments in zip(self.engines, plan) if segments}
         current: dict[RolloutEngine, Segment] = {}
 
+        def bearer(engine: RolloutEngine, key: str) -> PolicyWeights:
+            """Of the policies with these weights one that the engine takes."""
+            return next(p for p in by_key[key] if engine.held == key or self._takes(engine, p))
+
         def begin(engine: RolloutEngine) -> None:
             current[engine] = segment = waiting[engine].pop(0)
-            self.bring(engine, by_key[segment.key])
+            self.bring([(engine, bearer(engine, segment.key))])
             engine.submit([requests[k] for k in segment.indices], sampling)
 
-        # An engine that holds its weights already starts before another one is synced.
-        for engine in sorted(waiting, key=lambda e: waiting[e][0].key != e.held):
+        # An engine that holds its weights already starts before the others are synced, which happens in one go.
+        stale = [e for e in waiting if waiting[e][0].key != e.held]
+        for engine in [e for e in waiting if e not in stale]:
+            begin(engine)
+        self.bring([(e, bearer(e, waiting[e][0].key)) for e in stale])
+        for engine in stale:
             begin(engine)
         while current:
             for engine in self._ready(list(current)):
@@ -95,26 +110,28 @@ class RolloutPool:
         return [connections[c] for c in ready]  # type: ignore[index]
 
     def engines_for(self, policy: PolicyWeights) -> list[int]:
-        """Indices of the engines that have the policy's architecture."""
-        shape = self._shape_of(policy.source)
-        fitting = [k for k, e in enumerate(self.engines) if self._shape_of(e.source) == shape]
+        """Indices of the engines that take the policy: of its architecture, and not another policy's alone."""
+        fitting = [k for k, e in enumerate(self.engines) if self._takes(e, policy) or e.held == policy.key]
         if not fitting:
-            raise RolloutError(f"no engine has the architecture of {policy.name} ({policy.source})")
+            raise RolloutError(f"no engine takes {policy.name} or has its architecture ({policy.source})")
         return fitting
 
-    def bring(self, engine: RolloutEngine, policy: PolicyWeights) -> None:
-        """Makes the engine hold the policy's weights, unless it does."""
-        if engine.held == policy.key:
-            return
-        report = engine.sync_weights(policy)
-        if self._on_sync:
-            self._on_sync(policy, self.engines.index(engine), report)
+    def _takes(self, engine: RolloutEngine, policy: PolicyWeights) -> bool:
+        bound = engine.serves is not None and policy.name not in engine.serves
+        return not bound and self._shape_of(policy.source) == self._shape_of(engine.source)
+
+    def bring(self, wanted: Sequence[Wanted]) -> None:
+        """Makes each engine hold the policy's weights, unless it does."""
+        wanted = [(engine, policy) for engine, policy in wanted if engine.held != policy.key]
+        for (engine, policy), report in zip(wanted, self._move(wanted) if wanted else []):
+            if self._on_sync:
+                self._on_sync(policy, self.engines.index(engine), report)
 
     def prompt_logprobs(self, policy: PolicyWeights, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of rows by an engine that holds the policy, the first that does so already if any."""
         fitting = [self.engines[k] for k in self.engines_for(policy)]
         engine = next((e for e in fitting if e.held == policy.key), fitting[0])
-        self.bring(engine, policy)
+        self.bring([(engine, policy)])
         return engine.prompt_logprobs(rows)
 
     def shutdown(self) -> None:

@@ -1,20 +1,27 @@
-"""Starts a run's engines from its settings."""
+"""Starts a run's engines, each on the rank that hosts it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from comlrl_ds.cluster import Cluster, Seat, call
+from comlrl_ds.cluster.engine_places import edge_transport, place_engines
+from comlrl_ds.cluster.layout import EnginePlace, Layout
+from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
 from comlrl_ds.rollout.disk import shape_of
+from comlrl_ds.rollout.engine_client import VLLMRollout, engine_settings, probe_rows
+from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.pool import RolloutPool
-from comlrl_ds.rollout.vllm_rollout import VLLMRollout, engine_settings, probe_rows
+from comlrl_ds.rollout.pool import RolloutPool, Wanted
+from comlrl_ds.rollout.transfer import Target, send_live
 
 LONGEST_BY_DEFAULT = 4096
 
@@ -38,83 +45,226 @@ def vllm_is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def start_engine(
+    seat: Seat, settings: dict[str, Any], *, slots: Sequence[int], neighbours: int, threads: int | None, log: str | None,
+    environment: dict[str, str], **options: Any,
+) -> EngineProcess:  # fmt: skip
+    """An engine child of this rank, for `Cluster.create`.
+
+    Args:
+        slots: local indices of its GPUs; none on a CPU. neighbours: engines of this machine, which share its cores.
+        threads: of a CPU engine; None: its share of the cores. environment: what this engine's differs in.
+        options: `EngineProcess`'s.
+    """
+    devices = [_visible_devices()[k] for k in slots]
+    if not slots:
+        threads = threads or max(1, cores() // neighbours)
+    own = engine_environment(os.environ, threads=None if slots else threads, devices=devices) | environment
+    output = open(log, "ab") if log else None  # noqa: SIM115
+    try:
+        return EngineProcess(settings, own, log=output, **options)
+    finally:
+        if output:
+            output.close()
+
+
 class Engines:
     """The engines of a run while they start: children at once, `pool()` when they are needed.
 
     Args:
-        config: the rollout section.
-        sources: model folder of each agent.
-        device: "cpu" or "cuda".
-        dtype: compute type of the engines, "bfloat16", "float16" or "float32".
-        log: file for what the children print; None is the trainer's own output.
+        config: the rollout section. sources: model folder of each agent.
+        cluster: arranged. device: "cpu" or "cuda". dtype: compute type of the engines, "bfloat16", "float16" or "float32".
+        log: file for what the children print; None is their ranks' own output.
     """
 
     def __init__(
-        self, config: RolloutConfig, sources: Sequence[str], *, device: str, dtype: str, log: Path | None = None
-    ) -> None:
-        self._config = config
-        shapes: dict[str, list[str]] = {}
-        for source in sources:
-            known = shapes.setdefault(shape_of(source), [])
-            if source not in known:
-                known.append(source)
-        count = engine_count(config, device, len(shapes))
-        self._engines: list[RolloutEngine] = []
+        self, config: RolloutConfig, sources: Sequence[str], *, cluster: Cluster, device: str, dtype: str,
+        log: Path | None = None,
+    ) -> None:  # fmt: skip
+        assert cluster.layout
+        self._config, self._cluster, self._layout, self._dtype = config, cluster, cluster.layout, dtype
+        self._device = device
         self._pool: RolloutPool | None = None
-        # Architectures take turns, and within one the agents' folders: each engine starts with weights that are needed.
-        turns = [folders[k % len(folders)] for k in range(count) for folders in shapes.values()][:count]
-        if config.backend == "transformers":
+        self._engines: list[RolloutEngine] = []
+        self._sleepers: list[VLLMRollout] = []
+        self._asleep = False
+        self._places = engine_places(config, self._layout, sources, device)
+        self._sources = [_source_of(p, config, sources) for p in self._places]
+        if config.backend == "transformers" and cluster.launch.size == 1:
             import torch
 
             from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 
-            self._engines = [TransformersRollout(s, dtype=getattr(torch, dtype), device=device) for s in turns]
+            self._engines = [TransformersRollout(s, dtype=getattr(torch, dtype), device=device) for s in self._sources]
             return
-        threads = threads_per_engine(config, count) if device == "cpu" else None
-        output = open(log, "ab") if log else None  # noqa: SIM115
-        for k, source in enumerate(turns):
+        self._start_children(log)
+
+    def _start_children(self, log: Path | None) -> None:
+        config, layout, device = self._config, self._layout, self._device
+        far = len({m.host.identity for m in self._cluster.members()}) > 1
+        builds, hosts = {}, {}
+        self._transports = []
+        for place, source in zip(self._places, self._sources):
+            served = place.serves[0] if place.serves and len(place.serves) == 1 else None
+            transport = "host" if served is None else edge_transport(layout, place, served, device)
+            self._transports.append(transport)
             settings = engine_settings(
-                source, device=device, dtype=dtype, max_model_len=max_model_len(config, source),
-                max_num_seqs=config.max_num_seqs, kv_cache_bytes=config.kv_cache_bytes,
-                gpu_memory_utilization=config.gpu_memory_utilization,
+                source, device=device, dtype=self._dtype, max_model_len=max_model_len(config, source),
+                max_num_seqs=config.max_num_seqs, kv_cache_bytes=config.kv_cache_bytes, transport=transport,
+                gpu_memory_utilization=config.gpu_memory_utilization, tensor_parallel=len(place.ranks),
+                sleeps=self._shares_devices(place, device), backend=config.backend,
             )  # fmt: skip
-            devices = [_visible_devices()[k % len(_visible_devices())]] if device != "cpu" else []
-            self._engines.append(
-                VLLMRollout(
-                    settings, engine_environment(os.environ, threads=threads, devices=devices),
-                    probe=probe_rows(model_limits(source)[1]) if config.verify_sync else (),
-                    start_timeout_s=config.start_timeout_s, timeout_s=config.timeout_s, log=output,
-                )
+            host = layout.host(place.ranks[0])
+            builds[engine_role(place)] = call(
+                start_engine, settings,
+                slots=[layout.slots[r].slot for r in place.ranks] if device != "cpu" else [],
+                neighbours=sum(layout.host(p.ranks[0]) == host for p in self._places) * len(place.ranks),
+                threads=config.threads, log=str(log) if log else None,
+                probe=probe_rows(model_limits(source)[1]) if config.verify_sync else (),
+                start_timeout_s=config.start_timeout_s, far=far, environment=_environment(place, device, transport),
             )  # fmt: skip
-        if output:
-            output.close()
+            hosts[engine_role(place)] = place.ranks[:1]
+        self._cluster.create(builds, hosts)
 
     def pool(self, on_sync: Callable[[PolicyWeights, int, SyncReport], None] | None = None) -> RolloutPool:
         """The engines, ready."""
         if self._pool is None:
-            for engine in self._engines:
-                if isinstance(engine, VLLMRollout):
-                    engine.wait_ready()
-            self._pool = RolloutPool(self._engines, shape_of, self._config.timeout_s, on_sync)
+            if not self._engines:
+                self._engines = self._connect()
+            self._pool = RolloutPool(self._engines, shape_of, self._config.timeout_s, on_sync, self._move)
         return self._pool
+
+    def _shares_devices(self, place: EnginePlace, device: str) -> bool:
+        """Whether its GPUs are an actor group's too: then one of the two is out of the way while the other works."""
+        return device != "cpu" and any(place.group == r.group for r in self._layout.roles.values())
+
+    def _connect(self) -> list[RolloutEngine]:
+        members = self._cluster.members()
+        ready = self._cluster.run({engine_role(p): call(ready_child) for p in self._places})
+        engines: list[RolloutEngine] = []
+        for place, source, transport in zip(self._places, self._sources, self._transports):
+            role, host = engine_role(place), members[place.ranks[0]].host
+            found = ready[role]
+            address = EngineAddress(
+                found["local"], found["port"], found["key"], host.address, host.identity, source, place.index, transport
+            )
+            engine = VLLMRollout(
+                address=address, identity=members[0].host.identity, timeout_s=self._config.timeout_s,
+                verify=self._config.verify_sync, ended=self._how_it_ended(role),
+            )  # fmt: skip
+            engine.serves = None if place.serves is None else tuple(f"agent_{i}" for i in place.serves)
+            engine.wait_ready(found["probe"])
+            engines.append(engine)
+            if self._shares_devices(place, self._device):
+                self._sleepers.append(engine)
+        return engines
+
+    def _how_it_ended(self, role: str) -> Callable[[], str]:
+        return lambda: self._cluster.run({role: call(EngineProcess.how_it_ended)})[role]
+
+    def _move(self, wanted: Sequence[Wanted]) -> list[SyncReport]:
+        """Live actors' weights travel from their ranks, groups at the same time; what is on disk goes from here."""
+        live: dict[str, list[int]] = {}
+        reports: dict[int, SyncReport] = {}
+        for k, (engine, policy) in enumerate(wanted):
+            if policy.role and isinstance(engine, VLLMRollout):
+                live.setdefault(policy.role, []).append(k)
+            else:
+                reports[k] = engine.sync_weights(policy)
+        calls = {}
+        for role, listed in live.items():
+            policy = wanted[listed[0]][1]
+            targets = [self._target(wanted[k][0]) for k in listed]
+            calls[role] = call(send_live, policy.name, policy.key, self._dtype, targets)
+        for role, results in (self._cluster.run(calls) if calls else {}).items():
+            for k, result in zip(live[role], results):
+                engine, policy = wanted[k]
+                assert isinstance(engine, VLLMRollout)
+                engine.synced(policy, result["manifest"], result["probe"])
+                reports[k] = SyncReport(result["seconds"], result["bytes"])
+        return [reports[k] for k in range(len(wanted))]
+
+    def _target(self, engine: RolloutEngine) -> dict[str, Any]:
+        assert isinstance(engine, VLLMRollout) and engine.address
+        return Target(engine.address, engine.manifest, self._config.timeout_s).as_plain()
 
     def usage(self) -> list[dict[str, float]]:
         """CPU seconds and peak memory of each engine process."""
         return [e.usage() for e in self._engines if isinstance(e, VLLMRollout)]
 
+    def sleep(self) -> None:
+        """Engines that share GPUs with actors give their memory back."""
+        if self._sleepers and not self._asleep:
+            for engine in self._sleepers:
+                engine.calls.call("sleep")
+            self._asleep = True
+
+    def wake(self) -> None:
+        """They take it again; weights are then those from before, and so is `held`."""
+        if self._asleep:
+            for engine in self._sleepers:
+                engine.calls.call("wake", tags=["weights", "kv_cache"])
+            self._asleep = False
+
+    @property
+    def share_devices(self) -> bool:
+        return bool(self._sleepers)
+
     def shutdown(self) -> None:
         for engine in self._engines:
             engine.shutdown()
+        self._engines = []
+        if self._cluster.launch.size > 1 and not self._cluster.conducting:
+            return  # the other ranks may have left; their engines go with them
+        roles = [role for p in self._places if (role := engine_role(p)) in self._cluster.placed]
+        with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
+            self._cluster.run({role: call(EngineProcess.shutdown) for role in roles})
+            self._cluster.drop(roles)
 
 
-def engine_count(config: RolloutConfig, device: str, architectures: int) -> int:
-    """Engines to start: several one-thread engines sample faster on a CPU than one with several threads."""
-    if config.engines is not None:
-        return max(config.engines, architectures)
-    if config.backend == "transformers" or device != "cpu":
-        return architectures
-    per_engine = config.threads or 1
-    return max(architectures, min(8, math.floor(cores() / per_engine), cores()), 1)
+def ready_child(child: EngineProcess) -> dict[str, Any]:
+    """Waits for a child; where it listens, and what it answers at first."""
+    return child.wait_ready() | {"local": child.local, "key": child.key}
+
+
+def engine_role(place: EnginePlace) -> str:
+    return f"engine.{place.index}"
+
+
+def engine_places(config: RolloutConfig, layout: Layout, sources: Sequence[str], device: str) -> list[EnginePlace]:
+    """Where a run's engines are. Several one-thread engines sample faster on a CPU than one with several threads."""
+    shapes = len({shape_of(s) for s in sources})
+    count = config.engines
+    if count is None and len(layout.slots) == 1 and config.backend == "vllm" and device == "cpu":
+        count = max(1, min(8, cores() // (config.threads or 1)))
+    if shapes > 1:
+        chunks = sum(len(layout.groups[g]) // layout.rollout.tensor_parallel for g in layout.rollout.groups)
+        count = max(count or chunks, shapes)
+    elif count is None and config.backend == "transformers":
+        count = 1
+    return place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=config.transport)
+
+
+def _source_of(place: EnginePlace, config: RolloutConfig, sources: Sequence[str]) -> str:
+    """Architectures take turns, and within one the agents' folders: each engine starts with weights that are needed."""
+    if place.serves:
+        return sources[place.serves[0]]
+    shapes: dict[str, list[str]] = {}
+    for source in sources:
+        known = shapes.setdefault(shape_of(source), [])
+        if source not in known:
+            known.append(source)
+    folders = list(shapes.values())[place.index % len(shapes)]
+    return folders[place.index // len(shapes) % len(folders)]
+
+
+def _environment(place: EnginePlace, device: str, transport: str) -> dict[str, str]:
+    if transport == "ipc":
+        return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # memory handles of the trainer's ranks
+    if device == "cpu" and len(place.ranks) > 1:
+        # One list of cores per worker; left to itself, vLLM wants a memory node for each.
+        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(k) for k in range(len(place.ranks)))}
+    return {}
 
 
 def cores() -> int:
@@ -126,16 +276,3 @@ def _visible_devices() -> list[str]:
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
-
-
-def describe(config: RolloutConfig, sources: Sequence[str], device: str) -> str:
-    """What `plan` says about rollouts."""
-    count = engine_count(config, device, len({shape_of(s) for s in sources}))
-    each = f" of {threads_per_engine(config, count)} threads" if device == "cpu" and config.backend == "vllm" else ""
-    longest = min(max_model_len(config, s) for s in sources)
-    return f"{config.backend}, {count} engines{each}, sequences of up to {longest} tokens"
-
-
-def threads_per_engine(config: RolloutConfig, engines: int) -> int:
-    """OpenMP threads of each CPU engine."""
-    return config.threads or max(1, cores() // engines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,26 +78,41 @@ class TransformersRollout(RolloutEngine):
         )  # fmt: skip
         return out[:, width:].tolist()
 
-    @torch.no_grad()
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:
         started = time.perf_counter()
-        own: dict[str, Tensor] = dict(self._model.named_parameters())
         total = 0
-        seen = set()
-        for name, tensor in policy.tensors() if policy.tensors else tensors_on_disk(policy.source):
-            if name not in own:
-                raise RolloutError(f"weight sync of {policy.name}: the engine has no {name}")
-            if own[name].shape != tensor.shape:
-                raise RolloutError(
-                    f"weight sync of {policy.name}: {name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-                )
-            own[name].copy_(tensor)
-            seen.add(name)
-            total += tensor.nbytes
-        if missing := sorted(own.keys() - seen):
-            raise RolloutError(f"weight sync of {policy.name}: {missing[0]} is missing")
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal total
+            for name, tensor in policy.tensors() if policy.tensors else tensors_on_disk(policy.source):
+                total += tensor.nbytes
+                yield name, tensor
+
+        try:
+            self.check_all_loaded(self.load(counted()))
+        except ValueError as error:
+            raise RolloutError(f"weight sync of {policy.name}: {error}") from None
         self.held = policy.key
         return SyncReport(time.perf_counter() - started, total)
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copies named tensors in; returns their names. Raises ValueError for a name or shape that the model lacks."""
+        own: dict[str, Tensor] = dict(self._model.named_parameters())
+        loaded = set()
+        for name, tensor in tensors:
+            if name not in own:
+                raise ValueError(f"the engine has no {name}")
+            if own[name].shape != tensor.shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+            own[name].copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+    def check_all_loaded(self, names: set[str]) -> None:
+        """Raises ValueError where a sync left a parameter as it was."""
+        if missing := sorted({name for name, _ in self._model.named_parameters()} - names):
+            raise ValueError(f"{missing[0]} is missing")
 
     @torch.no_grad()
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:

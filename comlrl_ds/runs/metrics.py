@@ -21,6 +21,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "train/lr/agent_i": ("1", "learning rate of the step"),
     "train/tokens_per_s": ("tokens/s", "padded tokens through forward and backward, all agents"),
     "train/step_s": ("s", "wall time of the step"),
+    "train/busy_s/agent_i": ("s", "time in which the agent's ranks were at work in the step"),
+    "train/overlap": ("share", "of the least busy agent's time, in which all agents were at work; 0 where they take turns"),
     "train/micro_steps": ("count", "micro-steps of the step"),
     "train/nonfinite_steps": ("count", "steps skipped so far for a non-finite loss or gradient"),
     "turn_1/reward_mean": ("reward", "mean candidate_reward_mean of the batch's pairs"),

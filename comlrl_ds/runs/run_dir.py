@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from comlrl_ds.config.errors import ConfigError, Problem
-from comlrl_ds.preference.records import write_atomically
+from comlrl_ds.runs.files import write_atomically
 
 
 class RunDir:

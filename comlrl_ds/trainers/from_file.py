@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.config.errors import Findings
-from comlrl_ds.config.references import beside, references, resolve
+from comlrl_ds.config.references import beside
 from comlrl_ds.config.run_file import RunFile
-from comlrl_ds.trainers.preference.team import as_sequence
+from comlrl_ds.config.task import load_task
 
 
 def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
@@ -22,25 +20,14 @@ def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None
     from comlrl_ds.engines.ds_config import read_deepspeed
     from comlrl_ds.trainers.preference import MADPOTrainer
 
-    base, task, found = file.resolve().parent, run_file.task, Findings()
-    read = {path: found.of(partial(resolve, name, path, base)) for path, name in references(task.model_dump())}
-    found.raise_any()
-
-    def dataset(path: str) -> Any:
-        value = read.get(path)
-        return as_sequence(value() if callable(value) else value, path)
-
-    formatters = read.get("task.formatters")
-    if isinstance(task.formatters, list):
-        formatters = [read[f"task.formatters.{i}"] for i in range(len(task.formatters))]
-    train = dataset("task.dataset")
-    if train is not None and task.train_limit is not None:
-        train = [train[k] for k in range(min(task.train_limit, len(train)))]
+    base = file.resolve().parent
+    task = load_task(run_file.task, base)
     return MADPOTrainer(
         agents=list(agents) if agents else [beside(a.model, base) for a in run_file.agents],
         model_config={"dtype": run_file.dtype, "attn_implementation": run_file.attn_implementation},
-        train_dataset=train, eval_dataset=dataset("task.eval_dataset"), reward_func=read["task.reward_func"],
-        reward_processor=read.get("task.reward_processor"), formatters=formatters, args=run_file.trainer_config,
-        rollout=run_file.rollout, deepspeed=read_deepspeed(run_file.deepspeed, base),
-        run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to, verbose=verbose,
+        train_dataset=task.train, eval_dataset=task.held_out, reward_func=task.reward_func,
+        reward_processor=task.reward_processor, formatters=task.formatters, args=run_file.trainer_config,
+        rollout=run_file.rollout, deepspeed=read_deepspeed(run_file.deepspeed, base), placement=run_file.placement_from(base),
+        run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to,
+        stall_timeout_s=run_file.run.stall_timeout_s, verbose=verbose,
     )  # fmt: skip

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from comlrl_ds.rollout.base import PolicyWeights
+from comlrl_ds.rollout.engine_client import VLLMRollout, engine_settings, probe_rows, start_here
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.vllm_rollout import VLLMRollout, engine_settings, probe_rows
 
 
 def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMRollout:
@@ -20,7 +20,7 @@ def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMRollout
         gpu_memory_utilization=0.5,
     )  # fmt: skip
     environment = engine_environment(os.environ, threads=1, devices=[])
-    return VLLMRollout(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240, timeout_s=120)
+    return start_here(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240, timeout_s=120)
 
 
 def policy_of(lm, name: str, version: int, source: Path, dtype=None) -> PolicyWeights:

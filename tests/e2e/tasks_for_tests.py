@@ -48,6 +48,6 @@ def kills_engines(first, second):
     import psutil
 
     for child in psutil.Process(os.getpid()).children():
-        if "vllm_server" in " ".join(child.cmdline()):
+        if "engine_server" in " ".join(child.cmdline()):
             child.kill()
     return letters(first, second)

@@ -119,7 +119,7 @@ def test_a_dead_engine_ends_generation_with_its_signal(engines, tmp_path):
     engine = start_engine(folder, "float32", probe=False)
     engine.wait_ready()
     engine.submit([Request("agent_0", (5, 6, 7), 200, k) for k in range(32)], SAMPLING)
-    engine.process.kill()
+    engine.child.process.kill()
     with pytest.raises(RolloutError, match="ended by signal 9"):
         while engine.receive() is not None:
             pass
@@ -140,7 +140,7 @@ sys.path[:0] = [{tests!r}, {here!r}]
 from pathlib import Path
 from engines import start_engine
 engine = start_engine(Path({folder!r}), "float32")
-print(engine.process.pid, flush=True)
+print(engine.child.process.pid, flush=True)
 if {wait}:
     engine.wait_ready()
     print("ready", flush=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import tiny_models
 
+from comlrl_ds.cluster import join
+from comlrl_ds.cluster.hostfile import slots_of_one_host
+from comlrl_ds.cluster.layout import Layout, RolloutPlace
+from comlrl_ds.cluster.placement import resolve_placement
 from comlrl_ds.config import RolloutConfig
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.start import Engines, cores, engine_count, max_model_len, model_limits, threads_per_engine
+from comlrl_ds.rollout.start import Engines, cores, engine_places, max_model_len, model_limits
 
 # --- the child's environment
 LAUNCHER = {
@@ -47,21 +51,36 @@ def test_engine_sizes(model_folders, tmp_path):
     assert max_model_len(RolloutConfig(max_model_len=100), folder) == 100
     gpt2 = tiny_models.save(tmp_path / "gpt2", tiny_models.gpt2(positions=32))
     assert max_model_len(RolloutConfig(max_model_len=100), gpt2) == 32
-    assert engine_count(RolloutConfig(engines=3), "cpu", 1) == 3
-    assert engine_count(RolloutConfig(engines=1), "cpu", 2) == 2  # every architecture needs one
-    assert engine_count(RolloutConfig(backend="transformers"), "cpu", 2) == 2
-    assert engine_count(RolloutConfig(), "cuda", 1) == 1
-    assert engine_count(RolloutConfig(), "cpu", 1) == min(8, cores())
-    assert engine_count(RolloutConfig(threads=10_000), "cpu", 1) == 1
-    assert threads_per_engine(RolloutConfig(threads=3), 2) == 3
-    assert threads_per_engine(RolloutConfig(), 1) == cores()
-    assert threads_per_engine(RolloutConfig(), 10_000) == 1
+
+
+def layout_of(ranks: int) -> Layout:
+    roles, slots = ["actor.0", "actor.1"], slots_of_one_host(ranks)
+    return resolve_placement(None, slots, agents=2, roles=roles, devices={}, device_kind="cpu")
+
+
+def test_number_of_engines(model_folders, tmp_path):
+    gpt2 = tiny_models.save(tmp_path / "gpt2", tiny_models.gpt2(positions=32))
+    one_shape, two_shapes = [model_folders[0]] * 2, [model_folders[0], gpt2]
+
+    def count(config: RolloutConfig, device="cpu", sources=one_shape, ranks=1) -> int:
+        return len(engine_places(config, layout_of(ranks), sources, device))
+
+    assert count(RolloutConfig(engines=3)) == 3
+    assert count(RolloutConfig(engines=1), sources=two_shapes) == 2  # every architecture needs one
+    assert count(RolloutConfig(backend="transformers"), sources=two_shapes) == 2
+    assert count(RolloutConfig(backend="transformers")) == 1
+    assert count(RolloutConfig(), "cuda") == 1
+    assert count(RolloutConfig()) == min(8, cores())
+    assert count(RolloutConfig(threads=10_000)) == 1
+    assert count(RolloutConfig(), ranks=3) == 3  # every rank hosts one
 
 
 def test_engines_of_a_run_start_with_the_weights_that_are_needed(model_folders, tmp_path):
     other = tiny_models.save(tmp_path / "gpt2", tiny_models.gpt2(layers=1))
     config = RolloutConfig(backend="transformers", engines=3)
-    engines = Engines(config, [*model_folders, other], device="cpu", dtype="float32")
+    cluster = join()
+    cluster.layout = Layout(tuple(slots_of_one_host(1)), {"all": (0,)}, {}, RolloutPlace(("all",)))
+    engines = Engines(config, [*model_folders, other], cluster=cluster, device="cpu", dtype="float32")
     pool = engines.pool()
     assert [e.held for e in pool.engines] == [model_folders[0], other, model_folders[1]]
     assert engines.pool() is pool

@@ -14,8 +14,8 @@ from tiny_models import weights_on_disk
 from transformers import LlamaForCausalLM
 
 from comlrl_ds.rollout.base import PolicyWeights, RolloutError
+from comlrl_ds.rollout.engine_server import VLLMServer as Server
 from comlrl_ds.rollout.host_sender import HostSender
-from comlrl_ds.rollout.vllm_server import Server
 
 
 class Receiver:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -11,11 +10,14 @@ import torch
 from tiny_models import completion_score, some_ids
 from torch.nn.functional import logsigmoid
 
-from comlrl_ds.cluster.world import Cluster
+from comlrl_ds.cluster import Cluster, call
+from comlrl_ds.cluster.hostfile import slots_of_one_host
+from comlrl_ds.cluster.launch import Launch
+from comlrl_ds.cluster.layout import Layout, RolePlace, RolloutPlace
 from comlrl_ds.engines.scorer import Scorer, inputs_of
 from comlrl_ds.learners.madpo import MadpoLearner
 from comlrl_ds.maths.logprobs import sum_by_side
-from comlrl_ds.maths.packing import PairTokens
+from comlrl_ds.maths.packing import PairTokens, pack
 
 ETA, RATE = 0.7, 0.05
 
@@ -25,23 +27,33 @@ class PlainEngine:
 
     def __init__(self, lm, layout, graphs):
         self.graphs = graphs  # (open now, most at a time) over all engines
-        self.scorer, self.layout, self.plan = Scorer(lm.double(), chunk=7), layout, SimpleNamespace(dtype="float32")
+        self.scorer, self.layout, self.free = Scorer(lm.double(), chunk=7), layout, 1 << 40
         self.steps = self.discards = self.open = self.most_open = self.forwards = 0
         self.taken: list[torch.Tensor] = []
 
-    def score(self, batch, pairs, *, grad):
+    def budget(self):
+        return {"layout": self.layout, "ranks": 1, "free": self.free, "graph_bytes_per_token": 1000}
+
+    def score_pairs(self, pairs, score_last_token, grad=False):
+        batch = pack(pairs, layout=self.layout, score_last_token=score_last_token)
         self.forwards += 1
         self.open += grad
         self.most_open = max(self.most_open, self.open)
         self.graphs[0] += grad
         self.graphs[1] = max(self.graphs)
         with torch.set_grad_enabled(grad):
-            return sum_by_side(self.scorer(**inputs_of(batch)), batch.side, pairs)
+            self.scores = sum_by_side(self.scorer(**inputs_of(batch)), batch.side, len(pairs) + 1)[:-1]
+        return self.scores.tolist(), batch.padded_tokens
 
-    def backward(self, scores, weights):
+    def backward(self, weights):
         self.open -= 1
         self.graphs[0] -= 1
-        (scores * weights.to(scores)).sum().backward()
+        (self.scores * torch.tensor(weights, dtype=torch.float64)).sum().backward()
+
+    def learn_pairs(self, pairs, score_last_token, weights):
+        _, tokens = self.score_pairs(pairs, score_last_token, grad=True)
+        self.backward(weights)
+        return tokens
 
     @property
     def gradients(self):
@@ -69,7 +81,11 @@ class PlainEngine:
 def learner_of(lms, *, layout="shared", **settings):
     graphs = [0, 0]
     engines = {f"actor.{i}": PlainEngine(lm, layout, graphs) for i, lm in enumerate(lms)}
-    return MadpoLearner(Cluster(0, 1, "cpu"), engines, ETA, **settings), list(engines.values())
+    cluster = Cluster(Launch())
+    places = {role: RolePlace("all") for role in engines}
+    cluster.layout = Layout(tuple(slots_of_one_host(1)), {"all": (0,)}, places, RolloutPlace(("all",)))
+    cluster.create({role: call(lambda seat, engine: engine, engine) for role, engine in engines.items()})
+    return MadpoLearner(cluster, list(engines), ETA, **settings), list(engines.values())
 
 
 def models(agents):
@@ -150,8 +166,8 @@ def test_one_forward_and_two_passes_take_the_same_step(max_tokens):
 
 def test_auto_holds_the_graphs_only_where_they_fit():
     batch = batch_of(2, False)
-    for budget, passes in ((1 << 40, 1), (1, 2)):
-        learner, engines = learner_of(models(2), margin_pass="auto", graph_budget=budget)
+    for share, passes in ((0.8, 1), (1e-12, 2)):
+        learner, engines = learner_of(models(2), margin_pass="auto", graph_share=share)
         report = learner.step(batch)
         assert engines[0].forwards == passes * report.micro_steps
 

@@ -74,7 +74,7 @@ def test_an_engine_takes_weights_of_its_own_architecture_only(model_folders, tmp
     assert pool.engines_for(weights_on_disk("agent_0", model_folders[1])) == [0, 1]
     assert pool.engines_for(weights_on_disk("agent_0", other)) == [2]
     foreign = tiny_models.save(tmp_path / "deep", tiny_models.llama(0, layers=2))
-    with pytest.raises(RolloutError, match="no engine has the architecture of agent_9"):
+    with pytest.raises(RolloutError, match="no engine takes agent_9"):
         generate(pool, [Request("agent_9", (7,), 2, 0)], [weights_on_disk("agent_9", foreign)])
 
 

@@ -11,7 +11,8 @@ from sampled_items import collected, sampled_item, strict_json
 
 from comlrl_ds.preference.evaluation import evaluation_of, write_samples
 from comlrl_ds.preference.journal import Journal
-from comlrl_ds.preference.records import write_atomically, write_round
+from comlrl_ds.preference.records import write_round
+from comlrl_ds.runs.files import write_atomically
 
 NINE = [
     "prompts", "winner_completions", "loser_completions", "winner_reward", "loser_reward", "candidate_reward_mean",

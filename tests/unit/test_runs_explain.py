@@ -165,7 +165,7 @@ def a_report(culprit=None):
     return StepReport(
         loss=0.5, joint_margins=torch.tensor([2.0, -1.0, 0.0, 3.0]), margins=torch.tensor([[1.0, -1.0, 0.0, 2.0]] * 2),
         winner_logprobs=[-1.0, -2.0], loser_logprobs=[-3.0, -4.0], grad_norms=[0.1, 0.2], learning_rates=[1e-5, 2e-5],
-        tokens=100, micro_steps=3, seconds=2.0, culprit=culprit,
+        tokens=100, micro_steps=3, seconds=2.0, spans=[[(0.0, 1.0)], [(0.5, 1.5)]], culprit=culprit,
     )  # fmt: skip
 
 

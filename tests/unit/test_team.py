@@ -9,7 +9,7 @@ import torch
 from comlrl_ds.config import ConfigError, MADPOConfig, RolloutConfig
 from comlrl_ds.engines.loading import load_causal_lm, load_tokenizer, local_folder, stop_ids
 from comlrl_ds.trainers.preference import MADPOTrainer
-from comlrl_ds.trainers.preference.team import ModelConfig, check_devices, read_agents, set_up_team, wandb_output
+from comlrl_ds.trainers.preference.team import ModelConfig, read_agents, set_up_team, wandb_output
 
 
 def refused(call, *parts):
@@ -48,13 +48,6 @@ def test_the_output_folder_of_the_peers_tracker_settings():
     sections = {"output": {"base_dir": "b", "verbose": False}}
     assert wandb_output({"dir": "c", "config_sections": sections}) == {"dir": "b", "verbose": False}
     assert wandb_output({"output_dir": "a", "dir": "c", "config_sections": sections})["dir"] == "a"
-
-
-def test_devices_that_this_process_does_not_compute_on_are_refused():
-    for fine in (None, "cpu", "auto", ["cpu", "cpu"], ["cpu"]):
-        check_devices(MADPOConfig(agent_devices=fine), "cpu")
-    refused(lambda: check_devices(MADPOConfig(agent_devices="cuda:0"), "cpu"), "args.agent_devices: 'cuda:0'")
-    refused(lambda: check_devices(MADPOConfig(agent_devices=["cuda:0", "cuda:1"]), "cuda"), "one process uses one device")
 
 
 # --- folders and tokenizers

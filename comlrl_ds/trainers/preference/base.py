@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,27 +11,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from comlrl_ds.cluster import call, join
+from comlrl_ds.cluster.layout import Layout
+from comlrl_ds.cluster.placement import resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.config.task import as_sequence
 from comlrl_ds.preference.collection import JointSampler, SampledItem, agent_name
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.rollout.base import Sampling
+from comlrl_ds.rollout.start import engine_places
 from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.run_dir import RunDir
+from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.reporting import Reporter
-from comlrl_ds.trainers.preference.session import EngineSettings, Session, plan_actors
+from comlrl_ds.trainers.preference.session import EngineSettings, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
-    as_sequence,
-    check_devices,
     read_agents,
+    read_placement,
     set_up_team,
     wandb_output,
 )
 
+DEVICE_FIELDS = ("agent_devices", "critic_devices", "reference_devices", "reward_model_device", "comparator_devices")
 GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
 
 
@@ -50,10 +56,15 @@ class PreferenceTrainer:
         wandb_config: of it only the output folder and `config_sections.output.verbose` are used; see `report_to`.
         eval_logger, eval_aggregator: both together add metrics to an evaluation.
         args: the settings.
+        placement: device groups and the roles on them; None puts every role on all ranks.
         rollout: how completions are sampled. deepspeed: a DeepSpeed file or dict for every actor.
         run_dir: where results go (default runs/<trainer>-<time>). seed: everything random follows from it.
         report_to: trackers beside metrics.jsonl: ["tensorboard"].
+        stall_timeout_s: how long a rank may be silent or stand still before the run ends.
         verbose: print progress.
+
+    In a launch of several ranks each makes the same trainer; only the main one (global rank 0) looks at the arguments, and
+    the others work for it inside `train`, `evaluate` and the other methods, which return the same on all.
 
     Raises:
         ConfigError: a ValueError with every problem, before anything is loaded.
@@ -68,14 +79,19 @@ class PreferenceTrainer:
         reward_func: Callable[..., Any] | None = None, reward_processor: Callable[[float], float] | None = None,
         formatters: Any = None, external_transition: Any = None, wandb_config: Mapping[str, Any] | None = None,
         eval_logger: Callable[..., Any] | None = None, eval_aggregator: Callable[..., Any] | None = None,
-        args: MADPOConfig | None = None, *, rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None,
-        run_dir: str | Path | None = None, seed: int = 0, report_to: Sequence[str] = (), verbose: bool | None = None,
+        args: MADPOConfig | None = None, *, placement: PlacementConfig | Mapping[str, Any] | None = None,
+        rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
+        seed: int = 0, report_to: Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
     ) -> None:  # fmt: skip
-        from comlrl_ds.cluster.world import check_launch
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
 
-        check_launch(os.environ)
+        self.cluster = join()
+        self._session: Session | None = None
+        self._reporter: Reporter | None = None
+        self.evaluations: list[tuple[str, Evaluation]] = []
+        if not self.cluster.is_main:
+            return
         listed = read_agents(agent_model, agents, num_agents)
         self.args = args or self.config_class(num_agents=len(listed))
         if self.args.num_agents != len(listed):
@@ -89,8 +105,13 @@ class PreferenceTrainer:
         found.of(self.run_dir.check)
         content = found.of(partial(read_deepspeed, deepspeed))
         self._settings = EngineSettings(content or {}, model.dtype, model.attn_implementation, device_kind())
-        found.of(partial(check_devices, self.args, self._settings.device))
-        plan = None if content is None else found.of(partial(plan_actors, self._settings, self.args))
+        self._stall_timeout_s = stall_timeout_s
+        self.placement = found.of(partial(read_placement, placement))
+        layout = found.of(self._layout)
+        plans = None
+        if content is not None and layout is not None:
+            plans = found.of(partial(plan_actors, self._settings, self.args, layout))
+            found.of(partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device))
         if (eval_logger is None) != (eval_aggregator is None):
             found.add("eval_logger", "eval_logger and eval_aggregator go together; give both or none")
         sources = found.of(partial(self._resolve, listed, tokenizer))
@@ -104,14 +125,12 @@ class PreferenceTrainer:
             if dataset is not None and setup is not None:
                 found.of(partial(setup.try_first_prompt, dataset, name))
         found.raise_any()
-        assert plan and setup
-        self.plan, self.setup = plan, setup
+        assert plans and setup and layout
+        self.plans, self.setup, self.layout = plans, setup, layout
         self._eval_user = (eval_logger, eval_aggregator)
-        self._session: Session | None = None
-        self._reporter: Reporter | None = None
-        self.evaluations: list[tuple[str, Evaluation]] = []
 
     # --- evaluation and saving
+    @conducted
     def evaluate(self, num_eval_samples: int | None = None) -> dict[str, float]:
         """Task reward of the current policies on the first tasks of `eval_dataset`; {} without one.
 
@@ -137,36 +156,18 @@ class PreferenceTrainer:
         }  # fmt: skip
         return metrics | self._user_metrics(sampled)
 
+    @conducted
     def save_model(self, folder: str | Path) -> None:
         """Writes agent_0, agent_1 … in Hugging Face layout, each with its tokenizer."""
-        tokenizers = self.setup.team.tokenizers
-        calls = {
-            role: partial(a.save_pretrained, Path(folder) / agent_name(i), tokenizers[i])
-            for i, (role, a) in enumerate(self.session.actors().items())
-        }
-        self.session.cluster.run(calls)
+        from comlrl_ds.engines.engine import PolicyEngine
 
-    def describe(self) -> dict[str, str]:
-        """What a run would do, for `comlrl-ds plan`."""
-        from comlrl_ds.rollout.start import describe
+        folders = [Path(folder).absolute() / agent_name(i) for i in range(self.args.num_agents)]
+        self.cluster.run({r: call(PolicyEngine.save_pretrained, f) for r, f in zip(self.session.actors, folders)})
+        for tokenizer, target in zip(self.setup.team.tokenizers, folders):
+            tokenizer.save_pretrained(target)
 
-        args, device = self.args, self._settings.device
-        tasks = "none" if self.train_dataset is None else str(len(self.train_dataset))
-        held = 0 if self.eval_dataset is None else min(args.eval_num_samples, len(self.eval_dataset))
-        rows = {"trainer": self.kind, "device": device}
-        rows |= {
-            f"agent {i}": f"{source}, up to {n} new tokens"
-            for i, (source, n) in enumerate(zip(self.setup.sources, args.token_limits))
-        }
-        rows |= {
-            "tasks": f"{tasks} × {args.preference_num_candidates} candidates; {held} held out",
-            "actors": f"ZeRO stage {self.plan.stage}, {self.plan.dtype} with fp32 masters, {self.plan.optimizer['type']}",
-            "step": f"{args.batch_size} pairs, micro-steps of up to {args.max_tokens_per_micro_batch} tokens",
-            "epochs": str(args.num_train_epochs),
-            "rollout": describe(self.rollout, self.setup.sources, device),
-            "run": f"{self.run_dir.path}, seed {self.seed}",
-        }
-        return rows | {f"note {k}": note for k, note in enumerate(self.plan.notes, 1)}
+    def _notes(self) -> list[str]:
+        return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes)]))
 
     # --- lifetime
     @property
@@ -185,6 +186,7 @@ class PreferenceTrainer:
         assert self._reporter
         return self._reporter
 
+    @conducted
     def close(self) -> None:
         """Ends the engines. Called when the trainer is collected or the program ends, too."""
         if self._session is not None:
@@ -205,14 +207,25 @@ class PreferenceTrainer:
         if self._reporter is None:  # a trainer that was closed and is used again goes on in the same folder
             self.run_dir.create(self._resolved_config())
             self._reporter = Reporter(self.args, self.run_dir, self.display, self._report_to)
-        self._session = Session(self.setup.sources, self._settings, self.args, self.rollout, self.run_dir.engine_log)
+        self.cluster.arrange(self.layout, self._stall_timeout_s, self.run_dir.path)
+        self._session = Session(
+            self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log
+        )
         weakref.finalize(self, self._session.close)
-        for note in self.plan.notes:
+        for note in self._notes():
             self.display.say(f"note: {note}")
         if self.train_dataset is not None:
-            self._session.actors()
+            _ = self._session.actors
 
     # --- parts
+    def _layout(self) -> Layout:
+        devices = {name: getattr(self.args, name, None) for name in DEVICE_FIELDS}
+        roles = [actor_role(i) for i in range(self.args.num_agents)]
+        return resolve_placement(
+            self.placement, self.cluster.slots(), agents=self.args.num_agents, roles=roles, devices=devices,
+            device_kind=self._settings.device,
+        )  # fmt: skip
+
     def _resolve(self, listed: list[Any], tokenizer: Any) -> list[str]:
         """A folder for every agent; a model object is written to one under the run's folder."""
         from comlrl_ds.engines.loading import local_folder
@@ -238,7 +251,11 @@ class PreferenceTrainer:
         return {
             "trainer": self.kind, "agents": [{"model": s} for s in self.setup.sources], "args": self.args.model_dump(),
             "deepspeed": self._settings.deepspeed, "dtype": self._settings.dtype, "rollout": self.rollout.model_dump(),
-            "run": {"dir": str(self.run_dir.path), "seed": self.seed, "report_to": self._report_to},
+            "placement": self.placement.model_dump() if self.placement else None,
+            "run": {
+                "dir": str(self.run_dir.path), "seed": self.seed, "report_to": self._report_to,
+                "stall_timeout_s": self._stall_timeout_s,
+            },
         }  # fmt: skip
 
     def _eval_prompts(self, count: int | None) -> list[JointPrompt]:
@@ -270,9 +287,12 @@ class PreferenceTrainer:
         """How far trainer and engine disagree on some training rows, with the same weights."""
         gaps: list[float] = []
         pool, policies = self.session.pool(), self.session.policies()
-        for i, actor in enumerate(self.session.actors().values()):
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        for i, role in enumerate(self.session.actors):
             texts = [[*p.tokens[i].prompt, *p.tokens[i].winner] for p in pairs[:rows]]
-            both = zip(actor.token_logprobs(texts), pool.prompt_logprobs(policies[agent_name(i)], texts))
+            trainer = self.cluster.run({role: call(PolicyEngine.token_logprobs, texts)})[role]
+            both = zip(trainer, pool.prompt_logprobs(policies[agent_name(i)], texts))
             gaps += [abs(x - y) for ours, theirs in both for x, y in zip(ours, theirs)]
         self.reporter.syncs(self.session.syncs)
         self.reporter.log({"rollout/logprob_gap": math.fsum(gaps) / len(gaps)})

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
+from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.learners.madpo import MadpoLearner, NonFiniteError
 from comlrl_ds.maths.seeds import generator_of
@@ -16,6 +16,7 @@ from comlrl_ds.preference.journal import Journal
 from comlrl_ds.preference.records import PreferencePair, write_round
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.trainers.preference.base import PreferenceTrainer
+from comlrl_ds.trainers.preference.conducted import conducted
 
 
 class MADPOTrainer(PreferenceTrainer):
@@ -27,6 +28,7 @@ class MADPOTrainer(PreferenceTrainer):
 
     kind: ClassVar[str] = "madpo"
 
+    @conducted
     def train(self, **generation_kwargs: Any) -> None:
         """Collect, then learn. Without any non-tied pair nothing is trained, and the policies stay as they are.
 
@@ -51,6 +53,7 @@ class MADPOTrainer(PreferenceTrainer):
         if self.evaluations:
             self.display.reward_table([self.evaluations[0], self.evaluations[-1]])
 
+    @conducted
     def collect_preferences(self, sampling: Sampling, round: int = 1) -> Collected:
         """Joint responses to every task, their scores, and the pairs that are kept; on disk when this returns."""
         args, builder = self.args, self.setup.prompt_builder()
@@ -76,13 +79,16 @@ class MADPOTrainer(PreferenceTrainer):
         self.reporter.collection(collected, builder, sampler.oracle_errors, time.perf_counter() - started, rate)
         return collected
 
+    @conducted
     def train_on_pairs(self, pairs: Sequence[PreferencePair], round: int = 1) -> None:
         """`num_train_epochs` passes over the pairs in seeded order, one joint step per batch."""
-        args, actors, reporter = self.args, self.session.actors(), self.reporter
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        args, session, reporter = self.args, self.session, self.reporter
         learner = self._learner()
         steps = args.num_train_epochs * math.ceil(len(pairs) / args.batch_size)
         total = reporter.updates + steps
-        self.session.cluster.run({role: partial(actor.start_schedule, total) for role, actor in actors.items()})
+        self.cluster.run({role: call(PolicyEngine.start_schedule, total) for role in session.actors})
         with self.display.bar("training", steps) as bar:
             for epoch in range(args.num_train_epochs):
                 order = list(range(len(pairs)))
@@ -92,7 +98,9 @@ class MADPOTrainer(PreferenceTrainer):
                         self._evaluate_and_report(f"at update {reporter.updates}" if reporter.updates else "before")
                     numbers = order[start : start + args.batch_size]
                     batch = [pairs[k] for k in numbers]
+                    session.to_training()
                     report = learner.step([p.tokens for p in batch])
+                    session.steps += not report.skipped
                     reporter.step(report, batch)
                     if report.skipped:
                         file = self.run_dir.replay / f"iteration_{round:04d}.json"
@@ -107,13 +115,10 @@ class MADPOTrainer(PreferenceTrainer):
         return self.eval_dataset is not None and self.args.eval_interval > 0
 
     def _learner(self) -> MadpoLearner:
-        from comlrl_ds.engines.hardware import free_bytes
-
-        actors = self.session.actors()
-        # Asked once, before training: later the allocators hold what they have freed, and it looks taken.
-        free = free_bytes(self._settings.device) - sum(a.missing_state_bytes() for a in actors.values())
+        actors = self.session.actors
+        self.session.to_training()
         return MadpoLearner(
-            self.session.cluster, actors, self.args.dpo_beta, score_last_token=self.args.scores_last_token,
-            max_tokens=self.args.max_tokens_per_micro_batch, max_pairs=self.session.plan.max_pairs,
-            margin_pass=self.args.margin_pass, graph_budget=0.8 * free,
+            self.cluster, actors, self.args.dpo_beta, score_last_token=self.args.scores_last_token,
+            max_tokens=self.args.max_tokens_per_micro_batch, max_pairs=self.session.max_pairs,
+            margin_pass=self.args.margin_pass,
         )  # fmt: skip

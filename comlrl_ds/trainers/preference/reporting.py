@@ -8,6 +8,7 @@ from pathlib import Path
 
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.learners.madpo import StepReport
+from comlrl_ds.learners.spans import busy
 from comlrl_ds.preference.collection import Collected
 from comlrl_ds.preference.evaluation import Evaluation
 from comlrl_ds.preference.prompts import PromptBuilder
@@ -63,10 +64,12 @@ class Reporter:
             "train/loss": report.loss, "train/joint_margin": report.joint_margins.mean().item(),
             "train/accuracy": (report.joint_margins > 0).double().mean().item(), "train/step_s": report.seconds,
             "train/tokens_per_s": report.tokens / report.seconds, "train/micro_steps": report.micro_steps,
+            "train/overlap": report.overlap,
             "turn_1/reward_mean": reward, "turn_1/expected_return": reward,
         }  # fmt: skip
         for i in range(self._args.num_agents):
             values |= {
+                agent_metric("train/busy_s", i): busy(report.spans[i]),
                 agent_metric("train/margin", i): report.margins[i].mean().item(),
                 agent_metric("train/winner_logprob", i): report.winner_logprobs[i],
                 agent_metric("train/loser_logprob", i): report.loser_logprobs[i],

@@ -1,13 +1,16 @@
-"""What a trainer holds while it runs: the world, the actors, the rollout engines. Started once, when first needed."""
+"""What a trainer holds while it runs: the arranged launch, the actors, the rollout engines. Started when first needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_ds.cluster import Cluster, call
+from comlrl_ds.cluster.layout import Layout
+from comlrl_ds.config.errors import Findings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.collection import agent_name
@@ -15,15 +18,13 @@ from comlrl_ds.rollout.base import PolicyWeights, SyncReport
 from comlrl_ds.rollout.start import Engines
 
 if TYPE_CHECKING:
-    from comlrl_ds.cluster import Cluster
     from comlrl_ds.engines.ds_config import EnginePlan
-    from comlrl_ds.engines.engine import PolicyEngine
     from comlrl_ds.rollout.pool import RolloutPool
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the actors are built."""
+    """How the actors are built, where their placement says nothing else."""
 
     deepspeed: dict[str, Any]
     dtype: str
@@ -31,103 +32,122 @@ class EngineSettings:
     device: str
 
 
-def plan_actors(settings: EngineSettings, args: MADPOConfig, world_size: int = 1) -> EnginePlan:
-    """The DeepSpeed configuration of every actor; raises ConfigError with all contradictions."""
-    from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine
+def actor_role(agent: int) -> str:
+    return f"actor.{agent}"
+
+
+def plan_actors(settings: EngineSettings, args: MADPOConfig, layout: Layout) -> dict[str, EnginePlan]:
+    """The DeepSpeed configuration of every actor, by role.
+
+    Raises:
+        ConfigError: every contradiction; of a role's own file under placement.roles.
+    """
+    from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine, read_deepspeed
     from comlrl_ds.engines.hardware import best_dtype
 
-    numbers = TrainerNumbers(
-        args.batch_size,
-        world_size,
-        args.agent_learning_rate,
-        args.max_grad_norm,
-        settings.dtype,
-        best_dtype(settings.device),
-    )
-    return plan_engine(settings.deepspeed, numbers)
+    found, plans = Findings(), {}
+    for role in map(actor_role, range(args.num_agents)):
+        own = layout.roles[role].deepspeed
+        numbers = TrainerNumbers(
+            args.batch_size, len(layout.ranks_of(role)), args.agent_learning_rate, args.max_grad_norm, settings.dtype,
+            best_dtype(settings.device), f"{layout.roles[role].group}-{role}",
+        )  # fmt: skip
+        where = "" if own is None else f"placement.roles.{role}"
+        plans[role] = found.under(where, partial(_plan_one, own, settings, numbers, plan_engine, read_deepspeed))
+    found.raise_any()
+    return {role: plan for role, plan in plans.items() if plan is not None}
+
+
+def _plan_one(own: Any, settings: EngineSettings, numbers: Any, plan_engine: Any, read_deepspeed: Any) -> EnginePlan:
+    return plan_engine(settings.deepspeed if own is None else read_deepspeed(own), numbers)
 
 
 class Session:
-    """The running parts. Engine children start in the constructor, so that their start-up overlaps with `actors`."""
+    """The running parts. Engine children start in the constructor, so that their start-up overlaps with `start_actors`."""
 
     def __init__(
-        self,
-        sources: Sequence[str],
-        settings: EngineSettings,
-        args: MADPOConfig,
-        rollout: RolloutConfig,
-        log: Path | None,
-    ) -> None:
-        self._sources, self._settings, self._args = list(sources), settings, args
-        self.plan = plan_actors(settings, args)
-        self.rollout_dtype = self.plan.dtype if rollout.dtype == "auto" else rollout.dtype
+        self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
+        args: MADPOConfig, rollout: RolloutConfig, log: Path | None,
+    ) -> None:  # fmt: skip
+        self.cluster = cluster
+        self._sources, self._settings, self._plans, self._args = list(sources), settings, dict(plans), args
+        types = {plan.dtype for plan in plans.values()}
+        compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
+        self.rollout_dtype = compute if rollout.dtype == "auto" else rollout.dtype
         self.syncs: list[SyncReport] = []
-        self._engines = Engines(rollout, sources, device=settings.device, dtype=self.rollout_dtype, log=log)
-        self._actors: dict[str, PolicyEngine] = {}
-        self._cluster: Cluster | None = None
+        self._engines = Engines(rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log)
+        self._started = False
+        self._away = False
+        self.steps = 0
 
     @property
-    def cluster(self) -> Cluster:
-        if self._cluster is None:
-            from comlrl_ds.cluster import start_world
-            from comlrl_ds.engines.hardware import keep_freed_memory
+    def actors(self) -> list[str]:
+        """Role of each agent's actor; their engines are loaded when first asked for."""
+        if not self._started:
+            self._start_actors()
+        return [actor_role(i) for i in range(len(self._sources))]
 
-            if self._settings.device == "cpu":
-                keep_freed_memory()
-            self._cluster = start_world(self._settings.device)
-        return self._cluster
+    @property
+    def max_pairs(self) -> int | None:
+        """Bound on the pairs of a micro-step that the DeepSpeed files ask for."""
+        return min((p.max_pairs for p in self._plans.values() if p.max_pairs is not None), default=None)
 
-    def actors(self) -> dict[str, PolicyEngine]:
-        """The actors' DeepSpeed engines, by role, in agent order; loaded on the first call."""
-        if not self._actors:
-            self._actors = self.cluster.run({f"actor.{i}": partial(self._load, i) for i in range(len(self._sources))})
-        return self._actors
+    def _start_actors(self) -> None:
+        from comlrl_ds.engines.build import build_policy
 
-    def _load(self, agent: int) -> PolicyEngine:
-        import copy
-
-        from comlrl_ds.engines.engine import PolicyEngine
-        from comlrl_ds.engines.loading import load_causal_lm
-
-        args, source = self._args, self._sources[agent]
-        lm = load_causal_lm(
-            source,
-            dtype=self.plan.dtype,
-            attn_implementation=self._settings.attn_implementation,
-            dropout=not args.disable_dropout,
-        )
-        if args.gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-        return PolicyEngine(
-            f"actor.{agent}",
-            lm,
-            copy.deepcopy(self.plan),
-            layout=args.row_layout,
-            chunk=args.logprob_chunk,
-        )
+        args, builds = self._args, {}
+        for i, source in enumerate(self._sources):
+            builds[actor_role(i)] = call(
+                build_policy, source, self._plans[actor_role(i)], attn_implementation=self._settings.attn_implementation,
+                dropout=not args.disable_dropout, checkpointing=args.gradient_checkpointing, layout=args.row_layout,
+                chunk=args.logprob_chunk,
+            )  # fmt: skip
+        self.cluster.join_groups(self._settings.device)
+        self.cluster.create(builds)
+        self._started = True
 
     def pool(self) -> RolloutPool:
-        """The rollout engines, ready."""
-        return self._engines.pool(lambda policy, engine, report: self.syncs.append(report))
+        """The rollout engines, ready to generate."""
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        pool = self._engines.pool(lambda policy, engine, report: self.syncs.append(report))
+        if self._engines.share_devices and self._started and not self._away:
+            self.cluster.run({role: call(PolicyEngine.put_away) for role in self.actors})
+            self._away = True
+        self._engines.wake()
+        return pool
+
+    def to_training(self) -> None:
+        """Makes room for the actors where they share devices with rollout engines."""
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        self._engines.sleep()
+        if self._away:
+            self.cluster.run({role: call(PolicyEngine.take_back) for role in self.actors})
+            self._away = False
 
     def policies(self) -> dict[str, PolicyWeights]:
         """Every agent's current weights: an actor's once it has learned, those on disk before."""
         policies = {}
         for i, source in enumerate(self._sources):
-            actor, name = self._actors.get(f"actor.{i}"), agent_name(i)
-            if actor is None or not actor.version:
+            name = agent_name(i)
+            if not self.steps:
                 policies[name] = PolicyWeights(name, source, source)
-            else:
-                policies[name] = PolicyWeights(name, f"{name}@{actor.version}", source, partial(self._weights_of, actor))
+                continue
+            role = actor_role(i)
+            here = self.cluster.local(role)  # an engine in this process, too, takes the weights from it
+            tensors = partial(_weights_of, here, self.rollout_dtype) if here and self.cluster.launch.size == 1 else None
+            policies[name] = PolicyWeights(name, f"{name}@{self.steps}", source, tensors, role)
         return policies
-
-    def _weights_of(self, actor: PolicyEngine) -> Any:
-        import torch
-
-        return actor.named_weights(getattr(torch, self.rollout_dtype))
 
     def usage(self) -> list[dict[str, float]]:
         return self._engines.usage()
 
     def close(self) -> None:
         self._engines.shutdown()
+
+
+def _weights_of(actor: Any, dtype: str) -> Any:
+    import torch
+
+    return actor.named_weights(getattr(torch, dtype))

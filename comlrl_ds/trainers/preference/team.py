@@ -10,6 +10,7 @@ from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.collection import Team
 from comlrl_ds.preference.oracle import Oracle
@@ -137,15 +138,6 @@ def set_up_team(
     return TeamSetup(list(sources), team, oracle, checked, limits, args)
 
 
-def as_sequence(dataset: Any, path: str) -> Any:
-    """A dataset with a length and an index; what can only be walked is read into a list. None stays None."""
-    if dataset is None or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        return dataset
-    if not hasattr(dataset, "__iter__"):
-        raise ConfigError(Problem(path, f"gives {type(dataset).__name__}; it must give a sequence of mappings"))
-    return list(dataset)
-
-
 def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The output folder and verbosity that the peer reads from its W&B settings."""
     if config is None:
@@ -158,11 +150,13 @@ def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
     return {k: v for k, v in found.items() if v is not None}
 
 
-def check_devices(args: MADPOConfig, device: str) -> None:
-    """In one process every role is on one device; a device that this machine lacks, or several, cannot be meant."""
-    named = args.agent_devices if isinstance(args.agent_devices, list) else [args.agent_devices]
-    for name in named:
-        if name not in (None, "auto") and not str(name).startswith(device):
-            raise ConfigError(Problem("args.agent_devices", f"{name!r} is not on this machine, which computes on {device!r}"))
-    if len(set(named)) > 1:
-        raise ConfigError(Problem("args.agent_devices", f"{named}: one process uses one device; name one"))
+def read_placement(value: PlacementConfig | Mapping[str, Any] | None) -> PlacementConfig | None:
+    """The `placement` argument, checked as far as that needs no ranks."""
+    if value is None or isinstance(value, PlacementConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(Problem("placement", f"must be {{'groups': …, 'roles': …}}, got {type(value).__name__}"))
+    try:
+        return PlacementConfig(**value)
+    except ConfigError as error:
+        raise error.under("placement") from None

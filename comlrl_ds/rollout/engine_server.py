@@ -1,6 +1,7 @@
-"""The engine child: `python -m comlrl_ds.rollout.vllm_server`, started by `VLLMRollout`. The only process with vLLM.
+"""The engine child: `python -m comlrl_ds.rollout.engine_server`, started by `EngineProcess`. The only process with vLLM.
 
-It reads its settings as one JSON line from stdin, listens, loads vLLM, and answers one peer at a time.
+It reads its settings as one JSON line from stdin, listens, loads the engine, and answers one message at a time: of the main
+rank, which has it generate, and of the actors' leads, which give it weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
 
@@ -35,13 +37,15 @@ def die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
 
 
-class Server:
+class VLLMServer:
     """vLLM behind a few calls with plain arguments."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from vllm import LLM
 
         self.llm = LLM(**settings["llm"])
+        if settings["llm"]["weight_transfer_config"]["backend"] == "host":
+            self.llm.init_weight_transfer_engine({"init_info": {}})
         self.engine = self.llm.llm_engine
         self.probe_rows: list[list[int]] = settings["probe"]
         self.submissions = 0
@@ -85,7 +89,10 @@ class Server:
         outputs = self.llm.generate([{"prompt_token_ids": r} for r in rows], parameters, use_tqdm=False)
         return [[d[t].logprob for d, t in zip(o.prompt_logprobs[1:], row[1:])] for o, row in zip(outputs, rows)]
 
-    # The four calls of a native weight transfer. A sync is start, any number of updates, finish.
+    # The calls of a native weight transfer. A sync is start, any number of updates, finish.
+    def init_weight_transfer(self, say: Callable[[Any], None], init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
     def start_weight_update(self, say: Callable[[Any], None]) -> None:
         self.llm.start_weight_update()
 
@@ -98,36 +105,103 @@ class Server:
         probe = self.logprobs(say, self.probe_rows) if self.probe_rows else []
         return {"version": self.llm.get_weight_version(), "probe": probe}
 
+    def workers(self, say: Callable[[Any], None]) -> int:
+        return self.engine.vllm_config.parallel_config.world_size
+
+    # On a GPU that a trainer shares: memory is given back between collections.
+    def sleep(self, say: Callable[[Any], None]) -> None:
+        self.llm.sleep(level=1)
+
+    def wake(self, say: Callable[[Any], None], tags: list[str]) -> None:
+        self.llm.wake_up(tags=tags)
+
     def usage(self, say: Callable[[Any], None]) -> dict[str, float]:
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return {"cpu_s": used.ru_utime + used.ru_stime, "peak_rss_mb": used.ru_maxrss / 1024}
+        return usage()
 
 
-CALLS = ("ready", "generate", "logprobs", "start_weight_update", "update_weights", "finish_weight_update", "usage")
+class TransformersServer:
+    """The same calls by transformers' `generate`, where vLLM is not installed."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
+        from comlrl_ds.rollout.transformers_rollout import TransformersRollout
+
+        llm = settings["llm"]
+        self.rollout = TransformersRollout(llm["model"], dtype=getattr(torch, llm["dtype"]), device=llm["device"])
+        self.probe_rows: list[list[int]] = settings["probe"]
+        self.loaded: set[str] = set()
+
+    def ready(self, say: Callable[[Any], None]) -> dict[str, Any]:
+        return {"pid": os.getpid(), "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
+
+    def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> int:
+        from comlrl_ds.rollout.base import Request, Sampling
+
+        listed = [Request("", r["prompt"], r["max_new_tokens"], r["seed"], tuple(r["stop_ids"])) for r in requests]
+        self.rollout.submit(listed, Sampling(**sampling))
+        while (done := self.rollout.receive()) is not None:
+            say(["part", [[k, list(c.ids), c.finish_reason] for k, c in done]])
+        return len(requests)
+
+    def logprobs(self, say: Callable[[Any], None], rows: list[list[int]]) -> list[list[float]]:
+        return self.rollout.prompt_logprobs(rows)
+
+    def start_weight_update(self, say: Callable[[Any], None]) -> None:
+        self.loaded = set()
+
+    def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
+        from comlrl_ds.rollout.chunks import opened, view
+
+        with opened(update_info) as buffer:
+            self.loaded |= self.rollout.load((name, view(buffer, *rest)) for name, *rest in update_info["tensors"])
+            del buffer
+
+    def finish_weight_update(self, say: Callable[[Any], None], version: str) -> dict[str, Any]:
+        self.rollout.check_all_loaded(self.loaded)
+        return {"version": version, "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
+
+    def usage(self, say: Callable[[Any], None]) -> dict[str, float]:
+        return usage()
+
+
+def usage() -> dict[str, float]:
+    """CPU seconds and peak resident memory (MB) of this process."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_s": used.ru_utime + used.ru_stime, "peak_rss_mb": used.ru_maxrss / 1024}
+
+
+CALLS = ("ready", "generate", "logprobs", "init_weight_transfer", "workers", "start_weight_update", "update_weights",
+         "finish_weight_update", "sleep", "wake", "usage")  # fmt: skip
+SERVERS = {"vllm": VLLMServer, "transformers": TransformersServer}
 
 
 def serve() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     die_with_parent(settings["parent"])
-    # Listening before vLLM is imported lets the trainer connect at once and see the child die instead of waiting.
-    listener = Listener(settings["address"], authkey=bytes.fromhex(settings["key"]))
+    # Listening before the engine is imported lets the trainer connect at once and see the child die instead of waiting.
+    key = bytes.fromhex(settings["key"])
+    listeners = [Listener(settings["address"], authkey=key)]
+    if settings["far"]:  # ranks on other machines
+        listeners.append(Listener(("", 0), authkey=key))
     peers: list[Connection] = []
 
-    def accept() -> None:
+    def accept(listener: Listener) -> None:
         while True:
-            with contextlib.suppress(OSError, EOFError):  # a peer that gives up, or has the wrong key
+            with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a peer that gives up, or has the wrong key
                 peers.append(listener.accept())
 
-    threading.Thread(target=accept, daemon=True, name="accept").start()
+    for listener in listeners:
+        threading.Thread(target=accept, args=(listener,), daemon=True, name="accept").start()
     try:
-        server = Server(settings)
-        server.llm.init_weight_transfer_engine({"init_info": {}})
+        server = SERVERS[settings["backend"]](settings)
     except Exception as error:
         traceback.print_exc()
         _fail_start(peers, error)
         raise
+    port = listeners[-1].address[1] if settings["far"] else 0
     while True:
         if not peers:
             time.sleep(0.02)
@@ -135,17 +209,18 @@ def serve() -> None:
         for peer in wait(list(peers), timeout=0.2):
             assert isinstance(peer, Connection)
             try:
-                _answer(server, peer)
+                _answer(server, peer, port)
             except (EOFError, OSError):
                 peers.remove(peer)
 
 
-def _answer(server: Server, peer: Connection) -> None:
+def _answer(server: Any, peer: Connection, port: int) -> None:
     name, arguments = hear(peer)
     try:
-        if name not in CALLS:
+        if name not in CALLS or not hasattr(server, name):
             raise ValueError(f"no call {name!r}")
-        reply = ["ok", getattr(server, name)(lambda message: tell(peer, message), **arguments)]
+        value = getattr(server, name)(lambda message: tell(peer, message), **arguments)
+        reply = ["ok", {**value, "port": port} if name == "ready" else value]
     except (EOFError, BrokenPipeError, ConnectionError):
         raise
     except Exception as error:  # one bad request must not end the engine; the trainer decides

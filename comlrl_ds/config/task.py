@@ -1,0 +1,60 @@
+"""The `task` section as Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.references import references, resolve
+from comlrl_ds.config.run_file import TaskSection
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """What the references of a task section name. Datasets have a length and an index."""
+
+    train: Any
+    held_out: Any
+    reward_func: Any
+    reward_processor: Any
+    formatters: Any
+
+
+def load_task(task: TaskSection, base: Path) -> LoadedTask:
+    """Imports what a task section names.
+
+    Args:
+        base: folder of the run file.
+
+    Raises:
+        ConfigError: with everything that cannot be found, or is no dataset.
+    """
+    found = Findings()
+    read = {path: found.of(partial(resolve, name, path, base)) for path, name in references(task.model_dump())}
+    found.raise_any()
+
+    def dataset(path: str) -> Any:
+        value = read.get(path)
+        return as_sequence(value() if callable(value) else value, path)
+
+    formatters = read.get("task.formatters")
+    if isinstance(task.formatters, list):
+        formatters = [read[f"task.formatters.{i}"] for i in range(len(task.formatters))]
+    train, held_out = found.of(partial(dataset, "task.dataset")), found.of(partial(dataset, "task.eval_dataset"))
+    found.raise_any()
+    if train is not None and task.train_limit is not None:
+        train = [train[k] for k in range(min(task.train_limit, len(train)))]
+    return LoadedTask(train, held_out, read["task.reward_func"], read.get("task.reward_processor"), formatters)
+
+
+def as_sequence(dataset: Any, path: str) -> Sequence[Any] | None:
+    """A dataset with a length and an index; what can only be walked is read into a list. None stays None."""
+    if dataset is None or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        return dataset
+    if not hasattr(dataset, "__iter__"):
+        raise ConfigError(Problem(path, f"gives {type(dataset).__name__}; it must give a sequence of mappings"))
+    return list(dataset)

@@ -1,0 +1,98 @@
+"""What a run file says of its task, checked as far as that needs neither torch nor a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.references import beside
+from comlrl_ds.config.run_file import RunFile, is_path
+from comlrl_ds.config.task import LoadedTask, load_task
+from comlrl_ds.preference.oracle import Oracle
+from comlrl_ds.preference.prompts import PromptError, check_formatters, formatted
+from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
+
+
+def check_task(run_file: RunFile, base: Path) -> dict[str, str]:
+    """Dataset, formatters, oracle, model folders, token limits.
+
+    Returns:
+        what to show of them, by name.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    found, team = Findings(), len(run_file.agents)
+    task = found.of(partial(load_task, run_file.task, base))
+    if run_file.rollout.backend == "vllm" and not vllm_is_installed():
+        found.add("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers")
+    folders = [Path(beside(a.model, base)).expanduser() for a in run_file.agents]
+    for i, (folder, agent) in enumerate(zip(folders, run_file.agents)):
+        found.of(partial(_check_folder, folder, agent.model, f"agents.{i}.model"))
+    limits = run_file.trainer_config.token_limits
+    for i, (folder, new) in enumerate(zip(folders, limits)):
+        if (folder / "config.json").is_file() and new >= (room := max_model_len(run_file.rollout, str(folder))):
+            message = f"agent {i}: {new} new tokens leave no room for a prompt in {room} tokens (rollout.max_model_len)"
+            found.add("args.max_new_tokens", message)
+    if task is not None:
+        formatters = found.under("task", partial(check_formatters, task.formatters, team))
+        found.under("task", partial(Oracle, task.reward_func, team, task.reward_processor))
+        for name, dataset in (("task.dataset", task.train), ("task.eval_dataset", task.held_out)):
+            if dataset is not None and formatters:
+                found.of(partial(_check_first_task, dataset, name, formatters, folders))
+    found.raise_any()
+    assert task
+    return _shown(run_file, task)
+
+
+def _shown(run_file: RunFile, task: LoadedTask) -> dict[str, str]:
+    args = run_file.trainer_config
+    held = 0 if task.held_out is None else min(args.eval_num_samples, len(task.held_out))
+    agents = {
+        f"agent {i}": f"{agent.model}, up to {new} new tokens"
+        for i, (agent, new) in enumerate(zip(run_file.agents, args.token_limits))
+    }
+    return {
+        "trainer": run_file.trainer,
+        **agents,
+        "tasks": f"{len(task.train)} × {args.preference_num_candidates} candidates; {held} held out",
+        "step": f"{args.batch_size} pairs, forwards of up to {args.max_tokens_per_micro_batch} tokens",
+        "epochs": str(args.num_train_epochs),
+        "run": f"{run_file.run.dir}, seed {run_file.run.seed}",
+    }
+
+
+def _check_folder(folder: Path, named: str, path: str) -> None:
+    if not folder.is_dir():
+        if is_path(named):
+            raise ConfigError(Problem(path, f"no folder {named!r}"))
+        return  # a repository: whether it is there takes a network to know
+    if not (folder / "config.json").is_file():
+        raise ConfigError(Problem(path, f"{named!r} has no config.json; give a folder in Hugging Face layout"))
+
+
+def _check_first_task(dataset: Sequence[Any], name: str, formatters: Sequence[Any], folders: Sequence[Path]) -> None:
+    if not len(dataset):
+        raise ConfigError(Problem(name, "has no task"))
+    if not isinstance(dataset[0], Mapping):
+        raise ConfigError(Problem(name, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
+    for agent, (formatter, folder) in enumerate(zip(formatters, folders)):
+        try:
+            prompt = formatted(formatter, dataset[0], f"task 0, agent {agent}")
+        except PromptError as error:
+            raise ConfigError(Problem(name, str(error))) from None
+        if not isinstance(prompt, str) and _lacks_template(folder):
+            message = f"task 0, agent {agent}: the formatter returned chat messages, but the tokenizer has no chat template"
+            raise ConfigError(Problem(name, f"{message}; return a string"))
+
+
+def _lacks_template(folder: Path) -> bool:
+    """Whether a folder's tokenizer surely has no chat template."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file() or any(folder.glob("chat_template*")):
+        return False
+    return not json.loads(file.read_text()).get("chat_template")
