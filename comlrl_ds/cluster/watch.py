@@ -161,7 +161,7 @@ class MainWatch(Watch):
         if "bye" in message:
             s.left = True
         elif "failed" in message:
-            self._hold(Failure(f"rank {rank} {s.where}: {message['failed']}"))
+            self._hold(Failure(f"rank {rank} {s.where}, {message['failed']}"))
         else:
             if message["count"] != s.count or message["doing"] != s.doing:
                 s.count, s.doing, s.moved = int(str(message["count"])), message["doing"], now  # type: ignore[assignment]

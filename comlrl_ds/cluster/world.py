@@ -72,6 +72,7 @@ class Cluster:
         self._objects: dict[str, Any] = {}
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._ended = False
+        self._doing = "set-up"  # the last piece of work that was begun
         self._conducting = 0
         self._store: Any = None
         self._main = MainLink(launch) if launch.size > 1 and launch.is_main else None
@@ -203,7 +204,8 @@ class Cluster:
         done = {}
         for role, c in jobs:
             started = time.time()
-            with at_work(f"{role} {c.name if kind == 'run' else kind}"):
+            self._doing = f"{role} {c.name if kind == 'run' else kind}"
+            with at_work(self._doing):
                 done[role] = (self._one(kind, role, c), started, time.time())
         return done
 
@@ -267,7 +269,7 @@ class Cluster:
             print(text, file=sys.stderr, flush=True)
         else:
             (self.run_dir / f"rank_{self.launch.rank}.log").write_text(text)
-        self._worker.fail(one_line(error))
+        self._worker.fail(f"{self._doing}: {one_line(error)}")
         end_process(2 if isinstance(error, ConfigError) else 1)
 
     # --- ending

@@ -16,7 +16,7 @@ from comlrl_ds.engines.boundary import StepBoundary
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
-from comlrl_ds.maths.logprobs import sum_by_side
+from comlrl_ds.maths.logprobs import parts_for, sum_by_side
 from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, row_length, share_out
 
 # Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
@@ -87,11 +87,15 @@ class PolicyEngine:
         Returns:
             [pairs][2], and the padded tokens of all ranks' forwards.
         """
-        own = share_out([row_length(p, score_last_token) for p in pairs], self.world_size)[self.rank]
+        shares = share_out([row_length(p, score_last_token) for p in pairs], self.world_size)
+        own = shares[self.rank]
+        # At ZeRO-3 every call of a module is a collective, so all ranks call the head as often as the one with most tokens.
+        scored = [sum(len(side) for k in share for side in pairs[k].scored(score_last_token)) for share in shares]
+        parts = max(parts_for(n, self.scorer.chunk) for n in scored)
         packed = pack([pairs[k] for k in own], layout=self.layout, score_last_token=score_last_token)
         batch = packed.to(self.device)
         with torch.set_grad_enabled(grad):
-            logprobs = self._engine(**inputs_of(batch))
+            logprobs = self._engine(**inputs_of(batch), parts=parts)
         if grad:
             self._graph = _Graph(own, logprobs, batch.side)
         whole = torch.zeros(2 * len(pairs) + 1, dtype=torch.float64, device=self.device)

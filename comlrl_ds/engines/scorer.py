@@ -24,16 +24,18 @@ class Scorer(nn.Module):
         self.chunk = chunk
         self.whole_logits = False
 
-    def forward(self, ids: Tensor, positions: Tensor, visible: Tensor | None, at: Tensor, target: Tensor) -> Tensor:
-        """[N] log-probabilities; the arguments are `MicroBatch`'s."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, visible: Tensor | None, at: Tensor, target: Tensor, parts: int = 1
+    ) -> Tensor:
+        """[N] log-probabilities; the arguments are `MicroBatch`'s, and the least number of calls of the head."""
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         if visible is not None:
             inputs["attention_mask"] = additive_mask(visible, self.lm.get_output_embeddings().weight.dtype)
         if self.whole_logits:
             logits = self.lm(**inputs).logits.flatten(0, 1)[at]
-            return token_logprobs(logits, target, lambda z: z, self.chunk)
+            return token_logprobs(logits, target, lambda z: z, self.chunk, parts)
         hidden = self.lm.base_model(**inputs)[0].flatten(0, 1)[at]
-        return token_logprobs(hidden, target, self._head, self.chunk)
+        return token_logprobs(hidden, target, self._head, self.chunk, parts)
 
     def _head(self, hidden: Tensor) -> Tensor:
         logits = self.lm.get_output_embeddings()(hidden)

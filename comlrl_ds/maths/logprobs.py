@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 
-def token_logprobs(hidden: Tensor, target: Tensor, head: Callable[[Tensor], Tensor], chunk: int) -> Tensor:
+def token_logprobs(hidden: Tensor, target: Tensor, head: Callable[[Tensor], Tensor], chunk: int, parts: int = 1) -> Tensor:
     """log p(target) from hidden states, in nats: z[target] − logsumexp(z), z = head(hidden) in fp32 or wider.
 
     Args:
@@ -18,6 +18,8 @@ def token_logprobs(hidden: Tensor, target: Tensor, head: Callable[[Tensor], Tens
         head: the vocabulary projection, [n, d] → [n, V].
         chunk: tokens that reach the vocabulary at once. With more of them and gradients on, a chunk's logits are
             recomputed in backward, so peak memory is O(chunk · V) instead of O(N · V).
+        parts: least number of calls of the head, some of them with nothing where N is small. Ranks that share a sharded
+            model must call it equally often (`parts_for`).
 
     Returns:
         [N], in fp32 (fp64 where the head computes in fp64).
@@ -28,13 +30,19 @@ def token_logprobs(hidden: Tensor, target: Tensor, head: Callable[[Tensor], Tens
         z = z if z.dtype == torch.float64 else z.float()
         return z.gather(-1, t[:, None])[:, 0] - z.logsumexp(-1)
 
-    if len(target) <= chunk:
+    parts = max(parts, parts_for(len(target), chunk))
+    if parts == 1:
         return score(hidden, target)
-    parts = [
+    scored = [
         checkpoint(score, h, t, use_reentrant=False) if torch.is_grad_enabled() else score(h, t)
-        for h, t in zip(hidden.split(chunk), target.split(chunk))
+        for h, t in zip(hidden.tensor_split(parts), target.tensor_split(parts))
     ]
-    return torch.cat(parts)
+    return torch.cat(scored)
+
+
+def parts_for(tokens: int, chunk: int) -> int:
+    """Calls of the vocabulary projection for so many scored tokens."""
+    return max(1, -(-tokens // chunk))
 
 
 def sum_by_side(logprobs: Tensor, side: Tensor, pairs: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import random
 import sys
 import warnings
 from pathlib import Path
@@ -13,60 +12,18 @@ from pathlib import Path
 warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
+from reference import ETA, random_pairs, reference, relative  # noqa: E402
 from tiny import tiny_lm  # noqa: E402
 
-from comlrl_ds.cluster import start_world  # noqa: E402
+from comlrl_ds.cluster import call, join  # noqa: E402
+from comlrl_ds.cluster.hostfile import slots_of_one_host  # noqa: E402
+from comlrl_ds.cluster.layout import Layout, RolePlace, RolloutPlace  # noqa: E402
 from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine  # noqa: E402
 from comlrl_ds.engines.engine import PolicyEngine  # noqa: E402
 from comlrl_ds.learners.madpo import MadpoLearner  # noqa: E402
-from comlrl_ds.maths.packing import PairTokens  # noqa: E402
 
-ETA = 0.1
 # So large that the rounding of p − lr·g against p does not hide the gradient.
 RATE = 2.0**12
-
-
-def random_pairs(agents: int, pairs: int, unequal: bool, seed: int) -> list[list[PairTokens]]:
-    r = random.Random(seed)
-    ids = lambda n: [r.randrange(3, 320) for _ in range(n)]  # noqa: E731
-    size = lambda low, high: r.randint(low, high) if unequal else high  # noqa: E731
-    batch = [[PairTokens(ids(size(2, 12)), ids(size(1, 14)), ids(size(2, 14))) for _ in range(agents)] for _ in range(pairs)]
-    if unequal:
-        batch[0][0] = PairTokens(ids(5), ids(1), ids(9))  # a one-token winner
-    return batch
-
-
-def logprob(lm, prompt, completion, score_last: bool):
-    """Plain: one sequence, one forward, the sum over scored completion tokens."""
-    scored = completion if score_last else completion[:-1]
-    if not scored:
-        return torch.zeros(())
-    z = lm(torch.tensor([[*prompt, *scored]])).logits[0].log_softmax(-1)
-    return sum(z[len(prompt) - 1 + k, t] for k, t in enumerate(scored))
-
-
-def reference(lms, batch, score_last: bool):
-    """Two passes, as on the page: all margins without gradients, then each agent's own with the others' detached."""
-    margins = torch.zeros(len(lms), len(batch))
-    with torch.no_grad():
-        for i, lm in enumerate(lms):
-            for k, pair in enumerate(batch):
-                p = pair[i]
-                margins[i, k] = logprob(lm, p.prompt, p.winner, score_last) - logprob(lm, p.prompt, p.loser, score_last)
-    gradients, loss = [], None
-    for i, lm in enumerate(lms):
-        lm.zero_grad()
-        own = torch.stack(
-            [
-                logprob(lm, b[i].prompt, b[i].winner, score_last) - logprob(lm, b[i].prompt, b[i].loser, score_last)
-                for b in batch
-            ]
-        )
-        joint = own + margins.sum(0) - margins[i]
-        loss = -torch.nn.functional.logsigmoid(ETA * joint).mean()
-        loss.backward()
-        gradients.append({n: p.grad.clone() for n, p in lm.named_parameters()})
-    return float(loss), gradients
 
 
 def build(
@@ -76,20 +33,18 @@ def build(
     for name, value in (extra or {}).items():
         config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
     plan = plan_engine(config, TrainerNumbers(4, 1, rate, clip, dtype, dtype))
-    kind = getattr(torch, dtype)
-    return {
-        f"actor.{i}": PolicyEngine(f"actor.{i}", copy.deepcopy(lm).to(kind), copy.deepcopy(plan), layout=layout, chunk=16)
-        for i, lm in enumerate(lms)
-    }
+    models = {f"actor.{i}": copy.deepcopy(lm).to(getattr(torch, dtype)) for i, lm in enumerate(lms)}
+    cluster = join()
+    cluster.create({role: call(make_engine, lm, copy.deepcopy(plan), layout) for role, lm in models.items()})
+    return {role: cluster.local(role) for role in models}
+
+
+def make_engine(seat, lm, plan, layout) -> PolicyEngine:
+    return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16)
 
 
 def weights(engine) -> dict[str, torch.Tensor]:
     return {n: t.clone() for n, t in engine.named_weights()}
-
-
-def relative(a: dict, b: dict) -> float:
-    top = sum(((a[n].double() - b[n].double()) ** 2).sum() for n in b) ** 0.5
-    return float(top / sum((b[n].double() ** 2).sum() for n in b) ** 0.5)
 
 
 def gradient_cases(cluster) -> list[dict]:
@@ -103,7 +58,7 @@ def gradient_cases(cluster) -> list[dict]:
         loss, gradients = reference(lms, batch, score_last)
         actors = build(lms, stage=stage, layout=layout)
         before = {role: weights(e) for role, e in actors.items()}
-        learner = MadpoLearner(cluster, actors, ETA, score_last_token=score_last, max_tokens=budget)
+        learner = MadpoLearner(cluster, list(actors), ETA, score_last_token=score_last, max_tokens=budget)
         report = learner.step(batch)
         errors, norms = [], []
         for i, (role, engine) in enumerate(actors.items()):
@@ -130,13 +85,13 @@ def skip_cases(cluster) -> list[dict]:
         results = []
         for bad in (False, True):
             actors = build(lms, stage=stage, dtype=dtype, optimizer="AdamW", rate=1e-3, clip=1.0, extra=extra)
-            learner = MadpoLearner(cluster, actors, ETA, max_tokens=60)
+            learner = MadpoLearner(cluster, list(actors), ETA, max_tokens=60)
             learner.step(batch)
             held = {role: weights(e) for role, e in actors.items()}
             if bad:
                 # One agent's gradient overflows although every score is finite: its share is scaled to infinity.
                 real = actors["actor.1"].backward
-                actors["actor.1"].backward = lambda s, w, real=real: real(s, w * float("inf"))
+                actors["actor.1"].backward = lambda w, real=real: real([[x * float("inf") for x in row] for row in w])
                 report = learner.step(batch)
                 actors["actor.1"].backward = real
                 unchanged = all(torch.equal(held[r][n], t) for r, e in actors.items() for n, t in weights(e).items())
@@ -166,7 +121,7 @@ def export_cases(cluster, folder: Path) -> list[dict]:
         actors = build([tiny_lm(50, tied=tied, scale=2.0)], stage=stage, optimizer="AdamW", rate=1e-2)
         engine = actors["actor.0"]
         before = weights(engine)
-        MadpoLearner(cluster, actors, ETA).step(random_pairs(1, 4, False, 2))
+        MadpoLearner(cluster, list(actors), ETA).step(random_pairs(1, 4, False, 2))
         target = folder / f"export-{stage}-{tied}"
         engine.save_pretrained(target)
         lm, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True, dtype=torch.float32)
@@ -193,9 +148,9 @@ def file_cases(cluster) -> dict[str, list[float]]:
         config = json.loads(file.read_text())
         plan = plan_engine(config, TrainerNumbers(4, 1, 1e-2, 1.0, "auto", "bfloat16"))
         lm = tiny_lm(70, scale=2.0).to(getattr(torch, plan.dtype))
-        engine = PolicyEngine("actor.0", lm, plan)
-        engine.start_schedule(40)
-        learner = MadpoLearner(cluster, {"actor.0": engine}, ETA)
+        cluster.create({"actor.0": call(make_engine, lm, plan, "auto")})
+        cluster.local("actor.0").start_schedule(40)
+        learner = MadpoLearner(cluster, ["actor.0"], ETA)
         batch = random_pairs(1, 4, False, 3)
         losses[file.name] = [learner.step(batch).loss for _ in range(6)]
     return losses
@@ -213,7 +168,7 @@ def other_cases(cluster) -> dict:
         engine = actors["actor.0"]
         p = next(p for n, p in engine.scorer.named_parameters() if "q_proj" in n)
         start = safe_get_full_fp32_param(p).clone()
-        learner = MadpoLearner(cluster, actors, ETA)
+        learner = MadpoLearner(cluster, list(actors), ETA)
         for _ in range(3):
             learner.step(batch)
         moved[stage] = [float((safe_get_full_fp32_param(p) - start).abs().mean()), str(safe_get_full_fp32_param(p).dtype)]
@@ -222,14 +177,14 @@ def other_cases(cluster) -> dict:
                                                     "warmup_min_lr": 0, "warmup_type": "linear"}}  # fmt: skip
     actors = build(lms, stage=2, optimizer="AdamW", rate=1e-3, extra={"scheduler": schedule})
     actors["actor.0"].start_schedule(6)
-    learner = MadpoLearner(cluster, actors, ETA)
+    learner = MadpoLearner(cluster, list(actors), ETA)
     rates = [learner.step(batch).learning_rates[0] for _ in range(6)]
     # Clipping: SGD moves by lr · g · min(1, c / ‖g‖).
     lengths = {}
     for clip in (None, 1e-3):
         actors = build(lms, stage=2, rate=RATE, clip=clip)
         before = weights(actors["actor.0"])
-        report = MadpoLearner(cluster, actors, ETA).step(batch)
+        report = MadpoLearner(cluster, list(actors), ETA).step(batch)
         after = weights(actors["actor.0"])
         lengths[str(clip)] = [
             float(sum(((before[n] - after[n]) ** 2).sum() for n in after) ** 0.5) / RATE,
@@ -242,14 +197,18 @@ def other_cases(cluster) -> dict:
         if checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         actors = build([lm], stage=2, rate=1.0)
-        MadpoLearner(cluster, actors, ETA, max_tokens=60, margin_pass=margin_pass).step(batch)
+        MadpoLearner(cluster, list(actors), ETA, max_tokens=60, margin_pass=margin_pass).step(batch)
         passes.append(weights(actors["actor.0"]))
     differences = [relative(p, passes[0]) for p in passes[1:]]
     return {"masters": moved, "rates": rates, "clip": lengths, "passes": differences}
 
 
 def main() -> None:
-    cluster = start_world("cpu")
+    cluster = join()
+    places = {f"actor.{i}": RolePlace("all") for i in range(3)}
+    layout = Layout(tuple(slots_of_one_host(1)), {"all": (0,)}, places, RolloutPlace(("all",)))
+    cluster.arrange(layout, 1800, Path(sys.argv[1]))
+    cluster.join_groups("cpu")
     result = {"gradients": gradient_cases(cluster), "skips": skip_cases(cluster), "other": other_cases(cluster)}
     result["files"] = file_cases(cluster)
     result["exports"] = export_cases(cluster, Path(sys.argv[1]))

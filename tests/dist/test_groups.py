@@ -1,0 +1,66 @@
+"""Actors in device groups: one launch of three ranks for all cases (group_worker.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch import run_worker
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    return run_worker("group_worker.py", tmp_path_factory.mktemp("groups"), ranks=3)
+
+
+def test_gradient_equals_the_two_pass_reference(result):
+    """Data parallel 2 and 1 at every stage, stages mixed between groups, more pairs than ranks and fewer."""
+    rows = result["gradient_cases"]
+    assert {r["left"] for r in rows} == {r["right"] for r in rows} == {1, 2, 3}
+    assert any(r["micro_steps"] > 1 for r in rows) and any(r["micro_steps"] == 1 for r in rows)
+    for row in rows:
+        assert max(row["errors"]) < 1e-5 and max(row["norms"]) < 1e-5 and row["loss"] < 1e-5, row
+
+
+def test_three_adamw_steps_equal_plain_torch(result):
+    rows = result["three_steps"]
+    assert any(r["micro_steps"] > 1 for r in rows) and any(r["micro_steps"] == 1 for r in rows)
+    for row in rows:
+        assert max(row["distances"]) < 1e-3, row
+
+
+def test_how_a_step_is_computed_does_not_change_it(result):
+    assert max(result["same_step_cases"].values()) < 1e-4, result["same_step_cases"]
+
+
+def test_an_infinite_gradient_on_one_rank_drops_the_step_everywhere(result):
+    for row in result["skip_cases"]:
+        assert row["culprit"] == [0, None] and row["unchanged"] and row["same_after"], row
+
+
+def test_groups_take_different_numbers_of_steps_and_save(result):
+    """CASES 53."""
+    case = result["uneven_counts"]
+    assert case["seconds"] < 90 and case["saved"]
+    assert [len(losses) for losses in case["losses"].values()] == [3, 5]
+    assert all(losses[-1] < losses[0] for losses in case["losses"].values())
+
+
+def test_no_rank_ever_holds_a_whole_zero3_model(result):
+    """CASES 57. The whole is what stands in the folder."""
+    case = result["shard_case"]
+    for held, whole in case["shards"]:
+        assert abs(held / whole - 0.5) < 0.02
+    assert case["partitioned"] and case["whole_at_load"] < 0.02 * case["shards"][0][1] and case["same"]
+
+
+def test_weights_are_never_sent_from_inside_a_gather(result):
+    """CASES 59, for buckets of one tensor, of some, and of everything."""
+    one, some, everything = result["gather_case"]
+    assert one["gathers"] == one["chunks"] > some["gathers"] > everything["gathers"] == everything["chunks"] == 1
+    for row in result["gather_case"]:
+        assert row["sends_in_gathers"] == 0 and row["same"], row
+
+
+def test_actors_of_two_groups_work_at_the_same_time(result):
+    assert result["overlap_case"]["apart"] > 0.5
+    assert result["overlap_case"]["together"] == 0.0
