@@ -59,6 +59,8 @@ def _ended(cluster: Cluster | None, error: BaseException, code: int) -> int:
         return error.code
     if os.environ.get("COMLRL_DS_TRACEBACK"):
         traceback.print_exc()
+    if isinstance(error, KeyboardInterrupt) and cluster and not cluster.is_main:
+        return code  # a terminal interrupts all ranks; the main one says so
     if isinstance(error, ConfigError):
         count = len(error.problems)
         print(f"comlrl-ds: {count} problem{'s' * (count > 1)}", file=sys.stderr)

@@ -35,4 +35,14 @@ for word in "${command[@]}"; do
     if [[ $word =~ ^[A-Za-z0-9_@%+=:,./-]+$ ]]; then printf ' %s' "$word"; else printf ' %s' "${word@Q}"; fi
 done
 echo
-exec "${command[@]}"
+# SIGTERM would end DeepSpeed's runner and leave the ranks behind: it goes to the launcher below, which ends them. Ctrl-C
+# reaches them by itself, once the default that bash takes from what it starts in the background is back.
+(trap - INT && exec "${command[@]}") &
+runner=$!
+trap 'kill -TERM $(cat "/proc/$runner/task/$runner/children") 2>/dev/null || true' TERM
+trap : INT
+code=0
+while kill -0 "$runner" 2>/dev/null; do
+    wait "$runner" && code=0 || code=$?
+done
+exit "$code"

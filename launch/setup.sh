@@ -14,7 +14,7 @@ command -v c++ >/dev/null || { echo "setup: no C++ compiler (c++) found; install
 
 device=${COMLRL_DS_DEVICE:-}
 if [ -z "$device" ]; then
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=gpu; else device=cpu; fi
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then device=gpu; else device=cpu; fi
 fi
 case "$device" in cpu | gpu) ;; *) echo "setup: COMLRL_DS_DEVICE is '$device'; write cpu or gpu" >&2; exit 2 ;; esac
 

@@ -8,4 +8,4 @@ export PATH="$PWD/.venv/bin:$PATH"
 ruff check comlrl_ds tests launch
 ruff format --check --quiet comlrl_ds tests || { echo "run: ruff format comlrl_ds tests" >&2; exit 1; }
 mypy --no-error-summary
-exec python -m pytest "$@"
+exec python -m pytest -rs "$@"  # -rs: why a test was skipped

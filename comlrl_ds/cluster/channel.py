@@ -27,7 +27,7 @@ def listen(address: str, port: int) -> socket.socket:
             return socket.create_server((host, port), backlog=1024)
         except OSError as error:
             if error.errno == 98:  # EADDRINUSE
-                message = f"{port} is in use on this machine, perhaps by another run; give another --master_port"
+                message = f"{port} is in use on this machine, perhaps by another run; give another --master_port (MASTER_PORT)"
                 raise ConfigError(Problem("MASTER_PORT", message)) from None
             if not host:
                 raise

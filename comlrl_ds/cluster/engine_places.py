@@ -44,10 +44,12 @@ def place_engines(
         ConfigError: where that transport is impossible.
     """
     size = layout.rollout.tensor_parallel
+    # Groups take turns, so that fewer engines than sets of ranks are on as many groups as possible.
     sets = [
         (group, layout.groups[group][k : k + size])
+        for k in range(0, max(len(layout.groups[group]) for group in layout.rollout.groups), size)
         for group in layout.rollout.groups
-        for k in range(0, len(layout.groups[group]), size)
+        if k < len(layout.groups[group])
     ]
     count = len(sets) if engines is None else engines
     places = [EnginePlace(k, sets[k % len(sets)][1], sets[k % len(sets)][0]) for k in range(count)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import warnings
 from typing import Any
 
 from comlrl_ds.cluster.launch import Launch
@@ -70,9 +71,12 @@ def join_group(launch: Launch, layout: Layout, kind: str, store: Any, interface:
 def _adopt(backend: str) -> None:
     import deepspeed
     import deepspeed.ops
+    from deepspeed.runtime import bf16_optimizer
     from deepspeed.utils import logger
 
     logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # prints, whatever the logger's level
     # One C++ build less: shared-memory collectives for ranks of one host.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=backend, verbose=False)

@@ -46,7 +46,15 @@ class Failure:
 
 
 def end_process(code: int) -> None:
-    """Ends this process at once, whatever its other threads are stuck in; its engine children follow."""
+    """Ends this process and its children at once, whatever its other threads are stuck in."""
+    import psutil
+
+    # Engine children would follow by themselves; but in a container whose first process collects no orphans they would
+    # stay as zombies, for which DeepSpeed's launcher waits half a minute.
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, OSError):
+            child.kill()
+            child.wait(2)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -61,10 +69,15 @@ class Watch:
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._terminated: float | None = None
+        self._parent = os.getppid()
         self._catch_sigterm()
 
     def start(self, name: str) -> None:
         threading.Thread(target=self._loop, daemon=True, name=name).start()
+
+    def _orphaned(self) -> bool:
+        """The launcher is gone: nobody would see this process's end, or end it."""
+        return os.getppid() != self._parent
 
     def _catch_sigterm(self) -> None:
         """A launcher that sees one rank die ends the others by SIGTERM; the one that knows why must still say it."""
@@ -153,6 +166,8 @@ class MainWatch(Watch):
                     pulse.close()
                     self._lost(rank)
             self._find_hangs()
+            if self._orphaned():
+                self._hold(Failure("the launcher of rank 0 is gone"))
             self._settle()
 
     def _take(self, rank: int, message: dict[str, object]) -> None:
@@ -279,6 +294,9 @@ class WorkerWatch(Watch):
                 self._end(
                     f"the main rank on {self._main} has not been heard of for {self.stall_s:.0f} s; stopped, or cut off?", 1
                 )
+            if self._orphaned() and not self._failed:
+                self._failed = True
+                self._say({"failed": "its launcher is gone"})
             if self._terminated and time.monotonic() > self._terminated + GRACE_S:
                 end_process(143)
 

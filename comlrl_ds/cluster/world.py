@@ -69,6 +69,7 @@ class Cluster:
         self.device = ""
         self.spans: dict[str, list[tuple[float, float]]] = {}
         self.run_dir: Path | None = None
+        self.tenant: Any = None  # the session whose roles these are: one trainer at a time
         self._objects: dict[str, Any] = {}
         self._hosts: dict[str, tuple[int, ...]] = {}
         self._ended = False
@@ -135,6 +136,11 @@ class Cluster:
 
     def _join_groups(self, kind: str, port: int) -> None:
         assert self.layout
+        group = self.layout.group_of(self.launch.rank)
+        if not any(place.group == group for place in self.layout.roles.values()):
+            # Its ranks host rollout engines, or nothing: no collectives, so no torch and no DeepSpeed either.
+            self.device = kind if kind == "cpu" else f"{kind}:{self.launch.local_rank}"
+            return
         interface = this_host(self.launch.master_addr, self.launch.master_port).interface
         self.device = groups.join_group(self.launch, self.layout, kind, self._store or port, interface)
 
@@ -168,9 +174,9 @@ class Cluster:
         return set(self._hosts)
 
     @property
-    def conducting(self) -> bool:
-        """Whether the other ranks serve at this moment."""
-        return self._conducting > 0
+    def reaches_all(self) -> bool:
+        """Whether the other ranks, if there are any, serve at this moment."""
+        return self.launch.size == 1 or self._conducting > 0
 
     def local(self, role: str) -> Any:
         """This rank's object of a role, None where it hosts none."""

@@ -214,7 +214,7 @@ class Engines:
         for engine in self._engines:
             engine.shutdown()
         self._engines = []
-        if self._cluster.launch.size > 1 and not self._cluster.conducting:
+        if not self._cluster.reaches_all:
             return  # the other ranks may have left; their engines go with them
         roles = [role for p in self._places if (role := engine_role(p)) in self._cluster.placed]
         with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
@@ -240,7 +240,7 @@ def engine_places(config: RolloutConfig, layout: Layout, sources: Sequence[str],
     if shapes > 1:
         chunks = sum(len(layout.groups[g]) // layout.rollout.tensor_parallel for g in layout.rollout.groups)
         count = max(count or chunks, shapes)
-    elif count is None and config.backend == "transformers":
+    elif count is None and config.backend == "transformers" and len(layout.slots) == 1:
         count = 1
     return place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=config.transport)
 

@@ -42,10 +42,10 @@ def main() -> None:
     result = shared.Measurement()
     with TemporaryDirectory() as folder, make_trainer(arguments, size, folder) as trainer:
         session = trainer.session
-        session.actors()
+        _ = session.actors
         session.pool()
         result.started()
-        result.dtype = trainer.plan.dtype
+        result.dtype = trainer.plans["actor.0"].dtype
 
         def engines_cpu_s() -> float:
             return sum(engine["cpu_s"] for engine in session.usage())

@@ -101,7 +101,7 @@ def test_evaluation_by_the_task_reward_repeats_itself_and_zero_tasks_are_none(tm
         rewards = [s["reward"] for x in json.loads(content) for s in x["samples"]]
         assert first["eval/turn_1/reward_mean"] == pytest.approx(math.fsum(rewards) / 4)
         assert first["eval/length"] == second["eval/length"] > 0
-        assert t.session._actors == {}  # nothing is trained, so no actor was loaded
+        assert t.cluster.local("actor.0") is None  # nothing is trained, so no actor was loaded
 
 
 @pytest.mark.parametrize("changed", [{}, {"score_last_token": True}, {"dpo_beta": 0.5}, {"pair_selection": "random"},
@@ -163,7 +163,8 @@ def test_an_interrupted_generation_asks_for_new_engines_and_gets_them(tmp_path, 
 
 def test_steps_that_stay_nonfinite_end_the_run_and_name_agent_pair_and_file(tmp_path, tiny_model):
     with trainer(tmp_path, tiny_model, args={"max_nonfinite_steps": 2, "train_batch_size": 1}) as t:
-        lm = t.session.actors()["actor.1"].scorer.lm
+        assert t.session.actors == ["actor.0", "actor.1"]
+        lm = t.cluster.local("actor.1").scorer.lm
         lm.model.norm.forward = lambda x: x * float("nan")
         with pytest.raises(NonFiniteError, match=r"agent 1, pair \d+ of .*iteration_0001.json \(task \d+\)"):
             t.train()

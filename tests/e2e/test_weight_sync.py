@@ -128,16 +128,15 @@ def test_incomplete_and_ineffective_syncs_are_refused(tmp_path):
         whole = [(n, p.detach()) for n, p in lm.named_parameters()]
         engine.sync_weights(policy_of(lm, "agent_0", 1, base))
         # A transfer that delivers other tensors than it was given: the engine keeps its weights, and the probe shows it.
-        sender = engine._sender
-        assert sender is not None
-        real = sender._flush
-        sender._flush = lambda chunk, size: real([(n, dict(whole)[n], o) for n, _, o in chunk], size)
+        outbox = engine._sender.outbox
+        real = outbox.fill
+        outbox.fill = lambda tensors: real([(n, dict(whole)[n]) for n, _ in tensors])
         with pytest.raises(RolloutError, match="answers as before"):
             engine.sync_weights(policy_of(tiny_lm(4), "agent_0", 2, base))
-        sender._flush = real
+        outbox.fill = real
         incomplete = policy_of(lm, "agent_0", 3, base)
         incomplete.tensors = lambda: (x for x in whole if x[0] != "model.layers.1.mlp.down_proj.weight")
-        sender._shapes = {}  # so that not our own comparison with the last sync, but the engine finds it
+        engine.manifest = None  # so that not our own comparison with the last sync, but the engine finds it
         with pytest.raises(RolloutError, match=r"without new values.*down_proj"):
             engine.sync_weights(incomplete)
     finally:

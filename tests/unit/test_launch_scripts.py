@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +24,8 @@ env -0 > "$here/env"
 """
 HOSTS = "# two machines\n\n10.0.0.1 slots=2\n10.0.0.2 slots=1  # the small one\n"
 AWKWARD = [
-    "run.seed=2", 'placement={"groups":{"a":[0,1],"b":[2]}}', "run.dir=two words", "x='single'", 'y="a b" $HOME `id` \\" \\$ \\\\ \'c\'',
-    "z=$HOME`id`\\n*?;&|<>()#!~", "w=50%h 100%n %% %d", "v=%h%n", "u=", "ü=ö",
+    "run.seed=2", 'placement={"groups":{"a":[0,1],"b":[2]}}', "run.dir=two words", "x='single'", "u=", "ü=ö",
+    'y="a b" $HOME `id` \\" \\$ \\\\ \'c\'', "z=$HOME`id`\\n*?;&|<>()#!~", "w=50%h 100%n %% %d", "v=%h%n",
 ]  # fmt: skip
 
 
@@ -35,13 +38,13 @@ class Copy:
             made.mkdir(parents=True)
         for name in ("local.sh", "multinode.sh"):
             shutil.copy(root / "launch" / name, self.launch)
-        self._program(self.launch / "setup.sh", "#!/bin/sh\necho setup: .venv is up to date\n")
-        self._program(self.bin / "deepspeed", RECORD)
-        self._program(self.bin / "pdsh", "#!/bin/sh\nexit 1\n")
+        self.program(self.launch / "setup.sh", "#!/bin/sh\necho setup: .venv is up to date\n")
+        self.program(self.bin / "deepspeed", RECORD)
+        self.program(self.bin / "pdsh", "#!/bin/sh\nexit 1\n")
         (self.cwd / "run.yaml").write_text("trainer: madpo\n")
         (self.cwd / "hosts").write_text(HOSTS)
 
-    def _program(self, file: Path, text: str) -> None:
+    def program(self, file: Path, text: str) -> None:
         file.write_text(text)
         file.chmod(0o755)
 
@@ -97,6 +100,23 @@ def test_local_finds_a_port_and_leaves_a_gpu_and_the_user_s_choices_alone(copy):
     assert all(1024 < int(p) < 65536 and p != "29500" for p in ports)
     assert copy.run("local.sh", "1", "run.yaml", DS_ACCELERATOR="xpu").returncode == 0
     assert copy.env["DS_ACCELERATOR"] == "xpu"
+
+
+def test_local_ends_the_ranks_on_sigterm_and_hands_on_the_exit_code(copy):
+    """The stand-in has a child, as DeepSpeed's runner has, which does not tell it of a SIGTERM."""
+    child = "trap 'exit 7' TERM; touch up; while :; do sleep 0.05; done"
+    copy.program(copy.bin / "deepspeed", f'#!/bin/sh\nsh -c "{child}" &\nwait $!\n')
+    command = ["bash", str(copy.launch / "local.sh"), "2", "run.yaml"]
+    process = subprocess.Popen(command, cwd=copy.cwd, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        end = time.monotonic() + 30
+        while not (copy.cwd / "up").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(10) == 7
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +180,9 @@ def test_multinode_starts_the_machines_and_hands_on_what_they_need(copy):
     path = copy.handed_on.pop("PATH")
     assert path.startswith(f"{copy.bin}:")
     assert {k: v for k, v in copy.handed_on.items() if k != "PATH"} == {
-        "COMLRL_DS_ENV_FILE": "launch/multinode.sh", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE",
+        "COMLRL_DS_ENV_FILE": "launch/multinode.sh", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3",
         "PYTHONPATH": "/a b:/c", "HF_HOME": "/hf", "NCCL_DEBUG_FILE": "/log/%%h.%%p", "GLOO_X": "", "COMLRL_DS_TRACEBACK": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
     }  # fmt: skip
     # DeepSpeed itself would hand these on.
     assert not {"MLFLOW_TRACKING_PASSWORD", "NCCL_SECRET"} & set(copy.env)
@@ -180,8 +200,9 @@ def test_settings_and_environment_reach_the_nodes_as_they_are(copy):
     assert done.returncode == 0, done.stderr
     k = copy.argv.index("comlrl_ds")
     options = SimpleNamespace(
-        user_script=copy.argv[k], user_args=copy.argv[k + 1 :], ssh_port=None, launcher_args="", venv_script=None, no_python=False,
-        module=True, no_local_rank=True, save_pid=False, enable_each_rank_log="None", master_addr="a", master_port=1,
+        user_script=copy.argv[k], user_args=copy.argv[k + 1 :], ssh_port=None, launcher_args="", venv_script=None,
+        no_python=False, module=True, no_local_rank=True, save_pid=False, enable_each_rank_log="None",
+        master_addr="a", master_port=1,
     )  # fmt: skip
     runner = PDSHRunner(options, "WORLD")
     for name, value in copy.handed_on.items():

@@ -45,10 +45,10 @@ class MADPOTrainer(PreferenceTrainer):
             self.display.say("no pair of different scores: nothing to learn from, the policies are unchanged")
             return
         self.train_on_pairs(collected.pairs)
+        self.save_model(self.run_dir.final)  # first: what follows needs engines, and one may have died meanwhile
         if self._evaluates:
             self._evaluate_and_report("after")
         self._report_logprob_gap(collected.pairs)
-        self.save_model(self.run_dir.final)
         self.display.say(f"weights, metrics and samples are in {self.run_dir.path}")
         if self.evaluations:
             self.display.reward_table([self.evaluations[0], self.evaluations[-1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.cluster import Cluster, call
 from comlrl_ds.cluster.layout import Layout
+from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.errors import Findings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
@@ -70,6 +72,9 @@ class Session:
         args: MADPOConfig, rollout: RolloutConfig, log: Path | None,
     ) -> None:  # fmt: skip
         self.cluster = cluster
+        if cluster.tenant is not None:
+            raise RuntimeError("another trainer of this process is still open; call its close() first")
+        cluster.tenant = self
         self._sources, self._settings, self._plans, self._args = list(sources), settings, dict(plans), args
         types = {plan.dtype for plan in plans.values()}
         compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
@@ -145,6 +150,12 @@ class Session:
 
     def close(self) -> None:
         self._engines.shutdown()
+        if self.cluster.tenant is not self:
+            return
+        self.cluster.tenant = None
+        if self._started and self.cluster.reaches_all:
+            with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
+                self.cluster.drop(self.actors)
 
 
 def _weights_of(actor: Any, dtype: str) -> Any:
