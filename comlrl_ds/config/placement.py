@@ -7,12 +7,29 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from comlrl_ds.config.errors import Settings
-from comlrl_ds.config.madpo import NonNegative, Positive
+from comlrl_ds.config.madpo import Positive
 
 
 def _group_alone(value: Any) -> Any:
     """`actor.0: left` is short for `actor.0: {group: left}`."""
     return {"group": value} if isinstance(value, str | list) else value
+
+
+def _ranks(value: Any) -> Any:
+    """A list of ranks or {host: [slots]}, checked here: of a union pydantic would report every branch."""
+    listed = list(value.values()) if isinstance(value, dict) else [value]
+    for numbers in listed:
+        if not isinstance(numbers, list) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+            raise ValueError(f"{value!r} is no group; write ranks such as [0, 1], or {{host: [slots]}}")
+    return value
+
+
+def _some_groups(value: Any) -> Any:
+    if not isinstance(value, dict) or not value:
+        raise ValueError("names no group; write name: [ranks]")
+    if odd := [name for name in value if not isinstance(name, str)]:
+        raise ValueError(f"{odd[0]!r} is no name of a group; write a word")
+    return value
 
 
 class RoleSection(Settings):
@@ -32,7 +49,9 @@ class PlacementConfig(Settings):
     reference.i, reward_model, critic or critic.i, comparator and rollout; `actor` alone stands for every actor.
     """
 
-    groups: dict[str, list[NonNegative] | dict[str, list[NonNegative]]] = Field(min_length=1, description="Device groups.")
+    groups: Annotated[
+        dict[str, Annotated[list[int] | dict[str, list[int]], BeforeValidator(_ranks)]], BeforeValidator(_some_groups)
+    ] = Field(description="Device groups.")
     roles: dict[str, Annotated[RoleSection, BeforeValidator(_group_alone)]] = Field(
         default_factory=dict, description="Group of each role."
     )

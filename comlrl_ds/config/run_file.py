@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
@@ -44,6 +44,9 @@ class RolloutConfig(Settings):
 
     backend: Literal["vllm", "transformers"] = Field("vllm", description="transformers serves where vLLM is not installed.")
     engines: Positive | None = Field(None, description="Engine processes; None: one per core (CPU) or one (GPU), at most 8.")
+    urls: list[str] = Field(
+        default_factory=list, description="vLLM servers that you started, instead of engines of the run's own."
+    )
     threads: Positive | None = Field(None, description="Threads per CPU engine; None: the cores divided by the engines.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: the actors' compute type.")
     max_model_len: Positive | None = Field(None, description="Longest prompt + completion; None: the model's, at most 4096.")
@@ -56,6 +59,15 @@ class RolloutConfig(Settings):
     transport: Literal["auto", "host", "nccl", "ipc"] = Field(
         "auto", description="How weights reach an engine; host works everywhere, auto takes the fastest that placement allows."
     )
+
+    @model_validator(mode="after")
+    def _servers_alone(self) -> RolloutConfig:
+        for k, url in enumerate(self.urls):
+            if not url.startswith(("http://", "https://")):
+                raise ConfigError(Problem(f"urls.{k}", f"{url!r} is no address of a server; write http://host:port"))
+        if self.urls and (self.engines is not None or self.backend != "vllm"):
+            raise ConfigError(Problem("urls", "servers of yours take the place of engines; leave engines and backend out"))
+        return self
 
 
 class RunSection(Settings):
@@ -199,7 +211,7 @@ def _override(data: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise ConfigError(Problem(text, "not an override; write path.to.setting=value"))
-    *parents, last = path.split(".")
+    *parents, last = _words(path)
     place: Any = data
     for part in parents:
         place = _step(place, part, path)
@@ -212,6 +224,14 @@ def _override(data: dict[str, Any], text: str) -> None:
         place[int(last)] = parsed
     else:
         place[last] = parsed
+
+
+def _words(path: str) -> list[str]:
+    """The parts of a path; the name of a role of one agent (actor.0) is one part."""
+    words = path.split(".")
+    if words[:2] == ["placement", "roles"] and len(words) > 3 and words[3].isdigit():
+        words[2:4] = [".".join(words[2:4])]
+    return words
 
 
 def _step(place: Any, part: str, path: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
-from comlrl_ds.rollout.host_sender import HostSender, Manifest, changed_share
+from comlrl_ds.rollout.host_sender import HostSender, Manifest, WeightClient, changed_share
 from comlrl_ds.rollout.wire import hear, tell
 
 
@@ -62,12 +63,62 @@ class WeightCalls:
         return kind, value
 
 
-class VLLMRollout(RolloutEngine):
+class EngineClient(RolloutEngine):
+    """An engine in another process: what it was last sent, and whether that took effect.
+
+    Args:
+        address: where it is. identity: of this machine. name: of the engine, for messages.
+        verify: whether syncs are verified by the engine's answers.
+    """
+
+    def __init__(self, address: EngineAddress, *, identity: str = "", name: str, verify: bool) -> None:
+        self.address, self.name, self.verify, self._identity = address, name, verify, identity
+        self.source = self.held = address.source
+        self.manifest: Manifest | None = None
+        self.probe: list[list[float]] = []
+        self._sender: HostSender | None = None
+
+    @property
+    @abstractmethod
+    def calls(self) -> WeightClient:
+        """The calls of a sync."""
+
+    def sync_weights(self, policy: PolicyWeights) -> SyncReport:
+        """Sends the weights of this process, or those on disk, itself."""
+        far = None if self.address.identity == self._identity else self.address.host
+        self._sender = self._sender or HostSender(self.calls, self.source, far=far)
+        self._sender.manifest = self.manifest
+        report, probe = self._sender.send(policy)
+        assert self._sender.manifest is not None
+        self.synced(policy, self._sender.manifest, probe)
+        return report
+
+    def synced(self, policy: PolicyWeights, manifest: Manifest, probe: list[list[float]]) -> None:
+        """Takes note of a sync that somebody did, and verifies its effect.
+
+        Raises:
+            RolloutError: other tensors arrived, and the engine answers as before.
+        """
+        # Log-probs of an engine for a fixed batch are exactly repeatable, so new weights must change some of them.
+        # A change that leaves most tensors as they were may be too small to show.
+        same = self.verify and self.probe and self.probe == probe
+        if same and manifest and (share := changed_share(self.manifest, manifest, self.source)) > 0.5:
+            raise RolloutError(
+                f"weight sync of {policy.name}: {share:.0%} of the tensors changed, but the engine answers as before"
+            )
+        self.held, self.probe, self.manifest = policy.key, probe, manifest
+
+    def close_sender(self) -> None:
+        if self._sender:
+            self._sender.close()
+
+
+class VLLMRollout(EngineClient):
     """An engine child of this process, or of another rank's.
 
     Args:
         child: the child, where this process owns it. address: where it listens, where another rank does.
-        identity: of this machine. probe: whether syncs are verified by the engine's answers.
+        identity: of this machine. verify: whether syncs are verified by the engine's answers.
         timeout_s: longest silence while it works. ended: says how it ended, once it has.
     """
 
@@ -75,31 +126,28 @@ class VLLMRollout(RolloutEngine):
         self, child: EngineProcess | None = None, *, address: EngineAddress | None = None, identity: str = "",
         timeout_s: float = 600, verify: bool = True, ended: Callable[[], str] | None = None,
     ) -> None:  # fmt: skip
-        assert child or address
-        self.child, self.address, self._identity = child, address, identity
-        self.source = self.held = child.source if child else address.source  # type: ignore[union-attr]
-        name = f"the engine for {self.source}"
+        if child:
+            address = EngineAddress(child.local, 0, child.key, "", identity, child.source)
+        assert address
+        name = f"the engine for {address.source}"
+        super().__init__(address, identity=identity, name=name, verify=verify)
+        self.child = child
         how = child.how_it_ended if child else ended or (lambda: "closed its connection")
-        self.calls = WeightCalls(name, None, timeout_s, how)
-        self.manifest: Manifest | None = None
-        self._verify = verify
-        self._probe: list[list[float]] = []
-        self._sender: HostSender | None = None
+        self._calls = WeightCalls(name, None, timeout_s, how)
+
+    @property
+    def calls(self) -> WeightCalls:
+        return self._calls
 
     def wait_ready(self, probe: list[list[float]] | None = None) -> None:
         """Blocks until the engine answers, and connects to it. Args: probe, what its owner heard from it when it was ready."""
         if self.calls.connection is not None:
             return
-        if self.child:
-            self._probe = self.child.wait_ready()["probe"]
-            address = EngineAddress(self.child.local, 0, self.child.key, "", self._identity, self.source)
-        else:
-            assert self.address
-            self._probe, address = probe or [], self.address
+        self.probe = self.child.wait_ready()["probe"] if self.child else probe or []
         try:
-            self.connection = self.calls.connection = address.connect(self._identity)
+            self.connection = self.calls.connection = self.address.connect(self._identity)
         except (OSError, EOFError) as error:
-            raise RolloutError(f"{self.calls.name} cannot be reached: {error}") from None
+            raise RolloutError(f"{self.name} cannot be reached: {error}") from None
 
     # --- generating
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -117,36 +165,6 @@ class VLLMRollout(RolloutEngine):
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.calls.call("logprobs", rows=[list(r) for r in rows])
 
-    # --- weights
-    def sync_weights(self, policy: PolicyWeights) -> SyncReport:
-        """Sends the weights of this process, or those on disk, itself."""
-        self._sender = self._sender or HostSender(self.calls, self.source, far=self._far_address())
-        self._sender.manifest = self.manifest
-        report, probe = self._sender.send(policy)
-        assert self._sender.manifest is not None
-        self.synced(policy, self._sender.manifest, probe)
-        return report
-
-    def _far_address(self) -> str | None:
-        far = self.address is not None and self.address.identity != self._identity
-        return self.address.host if far and self.address else None
-
-    def synced(self, policy: PolicyWeights, manifest: Manifest, probe: list[list[float]]) -> None:
-        """Takes note of a sync that somebody did, and verifies its effect.
-
-        Raises:
-            RolloutError: other tensors arrived, and the engine answers as before.
-        """
-        # Log-probs of an engine for a fixed batch are exactly repeatable, so new weights must change some of them.
-        # A change that leaves most tensors as they were may be too small to show.
-        same = self._verify and self._probe and self._probe == probe
-        if same and manifest and (share := changed_share(self.manifest, manifest, self.source)) > 0.5:
-            raise RolloutError(
-                f"weight sync of {policy.name}: {share:.0%} of the tensors changed, but the engine answers as before"
-            )
-        self.held, self._probe, self.manifest = policy.key, probe, manifest
-
-    # --- the rest
     def usage(self) -> dict[str, float]:
         """CPU seconds and peak resident memory (MB) of the engine's process."""
         return self.calls.call("usage")
@@ -158,44 +176,7 @@ class VLLMRollout(RolloutEngine):
             self.connection = self.calls.connection = None
         if self.child:
             self.child.shutdown()
-        if self._sender:
-            self._sender.close()
-
-
-def probe_rows(vocabulary: int) -> list[list[int]]:
-    """Token rows spread over the vocabulary, whose log-probs show whether an engine's weights changed."""
-    return [[(7 + 31 * k + 1013 * row) * (vocabulary // 61 + 1) % vocabulary for k in range(24)] for row in range(2)]
-
-
-def engine_settings(
-    source: str, *, device: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None,
-    gpu_memory_utilization: float, tensor_parallel: int = 1, transport: str = "host", sleeps: bool = False,
-    backend: str = "vllm",
-) -> dict[str, Any]:  # fmt: skip
-    """Back-end and arguments of an engine on this kind of device: for vLLM those of `vllm.LLM`.
-
-    Args:
-        transport: how weights reach it. sleeps: whether it gives its memory back while its devices train.
-    """
-    if backend == "transformers":
-        return {"backend": backend, "llm": {"model": source, "dtype": dtype, "device": device}}
-    settings: dict[str, Any] = {
-        "model": source, "dtype": dtype, "seed": 0, "skip_tokenizer_init": True, "generation_config": "vllm",
-        "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "weight_transfer_config": {"backend": transport},
-        "disable_log_stats": True,
-    }  # fmt: skip
-    if tensor_parallel > 1:
-        settings |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
-    if device == "cpu":
-        # Eager: compiling takes minutes. Blocks of 32: candidates share prompts shorter than the default block of 128.
-        # No chunked prefill: a seeded request that is prefilled in parts crashes the CPU sampler.
-        settings |= {
-            "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(max_model_len, 8192), "kv_cache_memory_bytes": kv_cache_bytes or 1 << 30,
-        }  # fmt: skip
-    else:
-        settings |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
-    return {"backend": backend, "llm": settings}
+        self.close_sender()
 
 
 def start_here(settings: Mapping[str, Any], environment: Mapping[str, str], **options: Any) -> VLLMRollout:

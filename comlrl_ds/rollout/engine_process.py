@@ -25,8 +25,10 @@ class EngineAddress:
 
     Attributes:
         local: abstract socket; it leaves no file behind. port: of TCP, 0 where all ranks are on one machine.
-        key: whoever connects must have it. host: address of its machine. identity: of its machine, see `Host`.
+        key: whoever connects must have it; of a server of the user's its address.
+        host: address of its machine. identity: of its machine, see `Host`.
         source: folder whose weights it started with. index: its number. transport: how weights reach it.
+        url: of a server that the user started; local, port and key are not used then.
     """
 
     local: str
@@ -37,6 +39,7 @@ class EngineAddress:
     source: str
     index: int = 0
     transport: str = "host"
+    url: str = ""
 
     def connect(self, identity: str) -> Connection:
         """A connection for this process, which is on the machine `identity`."""

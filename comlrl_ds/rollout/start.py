@@ -17,9 +17,11 @@ from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
 from comlrl_ds.rollout.disk import shape_of
-from comlrl_ds.rollout.engine_client import VLLMRollout, engine_settings, probe_rows
+from comlrl_ds.rollout.engine_client import EngineClient, VLLMRollout
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
+from comlrl_ds.rollout.engine_settings import engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
+from comlrl_ds.rollout.http_rollout import HTTPRollout
 from comlrl_ds.rollout.pool import RolloutPool, Wanted
 from comlrl_ds.rollout.transfer import Target, send_live
 
@@ -86,8 +88,14 @@ class Engines:
         self._device = device
         self._pool: RolloutPool | None = None
         self._engines: list[RolloutEngine] = []
+        self._transports: list[str] = []
         self._sleepers: list[VLLMRollout] = []
         self._asleep = False
+        self._places: list[EnginePlace] = []
+        self._sources = list(sources)
+        if config.urls:
+            self._engines = [self._external(k, url) for k, url in enumerate(config.urls)]
+            return
         self._places = engine_places(config, self._layout, sources, device)
         self._sources = [_source_of(p, config, sources) for p in self._places]
         if config.backend == "transformers" and cluster.launch.size == 1:
@@ -99,11 +107,19 @@ class Engines:
             return
         self._start_children(log)
 
+    def _external(self, index: int, url: str) -> HTTPRollout:
+        config = self._config
+        smallest = min(model_limits(source)[1] for source in self._sources)
+        probe = probe_rows(smallest) if config.verify_sync else ()
+        return HTTPRollout(
+            url, self._sources, index=index, start_timeout_s=config.start_timeout_s, timeout_s=config.timeout_s, probe=probe,
+            requests=config.max_num_seqs,
+        )  # fmt: skip
+
     def _start_children(self, log: Path | None) -> None:
         config, layout, device = self._config, self._layout, self._device
         far = len({m.host.identity for m in self._cluster.members()}) > 1
         builds, hosts = {}, {}
-        self._transports = []
         for place, source in zip(self._places, self._sources):
             served = place.serves[0] if place.serves and len(place.serves) == 1 else None
             transport = "host" if served is None else edge_transport(layout, place, served, device)
@@ -131,6 +147,9 @@ class Engines:
         if self._pool is None:
             if not self._engines:
                 self._engines = self._connect()
+            for engine in self._engines:
+                if isinstance(engine, HTTPRollout):
+                    engine.wait_ready()
             self._pool = RolloutPool(self._engines, shape_of, self._config.timeout_s, on_sync, self._move)
         return self._pool
 
@@ -167,7 +186,7 @@ class Engines:
         live: dict[str, list[int]] = {}
         reports: dict[int, SyncReport] = {}
         for k, (engine, policy) in enumerate(wanted):
-            if policy.role and isinstance(engine, VLLMRollout):
+            if policy.role and isinstance(engine, EngineClient):
                 live.setdefault(policy.role, []).append(k)
             else:
                 reports[k] = engine.sync_weights(policy)
@@ -179,14 +198,15 @@ class Engines:
         for role, results in (self._cluster.run(calls) if calls else {}).items():
             for k, result in zip(live[role], results):
                 engine, policy = wanted[k]
-                assert isinstance(engine, VLLMRollout)
+                assert isinstance(engine, EngineClient)
                 engine.synced(policy, result["manifest"], result["probe"])
                 reports[k] = SyncReport(result["seconds"], result["bytes"])
         return [reports[k] for k in range(len(wanted))]
 
     def _target(self, engine: RolloutEngine) -> dict[str, Any]:
-        assert isinstance(engine, VLLMRollout) and engine.address
-        return Target(engine.address, engine.manifest, self._config.timeout_s).as_plain()
+        assert isinstance(engine, EngineClient)
+        rows = engine.calls.probe_rows if isinstance(engine, HTTPRollout) else ()
+        return Target(engine.address, engine.manifest, self._config.timeout_s, tuple(map(tuple, rows))).as_plain()
 
     def usage(self) -> list[dict[str, float]]:
         """CPU seconds and peak memory of each engine process."""

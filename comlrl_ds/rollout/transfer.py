@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from comlrl_ds.rollout.base import RolloutError
 from comlrl_ds.rollout.engine_client import WeightCalls
 from comlrl_ds.rollout.engine_process import EngineAddress
-from comlrl_ds.rollout.host_sender import HostSender, Manifest, send_to_all
+from comlrl_ds.rollout.host_sender import HostSender, Manifest, WeightClient, send_to_all
 from comlrl_ds.rollout.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ class WeightHolder(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """An engine that shall get weights, and what it was last sent."""
+    """An engine that shall get weights, what it was last sent, and rows to ask a user's server for afterwards."""
 
     address: EngineAddress
     manifest: Manifest | None
     timeout_s: float
+    probe: tuple[tuple[int, ...], ...] = ()
 
     def as_plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +58,8 @@ def send_live(
     if transport != "host":
         from comlrl_ds.rollout.gpu_transfer import send_by
 
-        return [send_by(transport, holder, name, key, weights, _calls(t) if holder.rank == 0 else None) for t in targets]
+        calls: list[Any] = [_calls(t) if holder.rank == 0 else None for t in targets]
+        return [send_by(transport, holder, name, key, weights, c) for c in calls]
     if holder.rank:
         for _ in holder.named_weights(weights):
             pass
@@ -72,7 +74,7 @@ def send_live(
 
 # One memory file, and one connection per engine, for the life of the process.
 _OUTBOX: list[Outbox] = []
-_CALLS: dict[str, WeightCalls] = {}
+_CALLS: dict[str, WeightClient] = {}
 
 
 def _outbox() -> Outbox:
@@ -81,10 +83,14 @@ def _outbox() -> Outbox:
     return _OUTBOX[0]
 
 
-def _calls(target: dict[str, Any]) -> WeightCalls:
+def _calls(target: dict[str, Any]) -> WeightClient:
     from comlrl_ds.cluster.launch import this_identity
 
     address = EngineAddress(**target["address"])
+    if address.url and address.key not in _CALLS:
+        from comlrl_ds.rollout.http_rollout import HTTPCalls
+
+        _CALLS[address.key] = HTTPCalls(address.url, target["timeout_s"], target["probe"])
     if address.key not in _CALLS:
         name = f"engine {address.index} for {address.source}"
         end = time.monotonic() + 30

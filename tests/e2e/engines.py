@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from comlrl_ds.rollout.base import PolicyWeights
-from comlrl_ds.rollout.engine_client import VLLMRollout, engine_settings, probe_rows, start_here
+from comlrl_ds.rollout.engine_client import VLLMRollout, start_here
+from comlrl_ds.rollout.engine_settings import engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
 
 

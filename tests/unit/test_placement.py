@@ -258,8 +258,8 @@ def test_engines_on_their_own_devices_take_turns_over_the_agents():
 
 def test_engines_beside_an_actor_serve_that_actor():
     assert engines_of(resolved(OWN % "[l, r]", 7)) == (
-        [((0,), "l", (0,)), ((1,), "l", (0,)), ((2,), "r", (1,))],
-        [(0, 0, "ipc"), (0, 1, "ipc"), (1, 2, "ipc")],
+        [((0,), "l", (0,)), ((2,), "r", (1,)), ((1,), "l", (0,))],  # groups take turns
+        [(0, 0, "ipc"), (0, 2, "ipc"), (1, 1, "ipc")],
     )
     # An engine that is free takes the agent that has none; where none is, all engines serve all.
     assert engines_of(resolved(OWN % "[r, s]", 7), engines=2)[1] == [(0, 1, "nccl"), (1, 0, "ipc")]
@@ -309,3 +309,18 @@ def test_a_transport_that_several_actors_of_a_group_rule_out_or_that_can_be():
         (1, 3, "nccl"),
     ]
     assert {e[2] for e in engines_of(resolved(OWN % "[l, r]", 7), transport="ipc")[1]} == {"ipc"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "path", "says"),
+    [
+        ({"left": [-1]}, "groups.left", "[-1] is no group; write ranks such as [0, 1], or {host: [slots]}"),
+        ({"left": 3}, "groups.left", "3 is no group"),
+        ({"left": {"node": [True]}}, "groups.left", "is no group"),
+        ({5: [0]}, "groups", "5 is no name of a group"),
+        ({}, "groups", "names no group"),
+    ],
+)
+def test_a_group_that_is_none_is_one_line(groups, path, says):
+    found = problems(lambda: PlacementConfig(groups=groups))
+    assert list(found) == [path] and says in found[path]

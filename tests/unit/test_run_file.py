@@ -167,3 +167,10 @@ def test_what_a_broken_file_names_is_checked_in_the_same_look(tmp_path):
     }  # fmt: skip
     assert "did you mean 'train_items'" in found["task.dataset"]
     assert "no_such_module" in found["task.reward_func"] and "zero9.json" in found["deepspeed"]
+
+
+def test_an_override_reaches_a_role_of_one_agent(tmp_path):
+    text = GOOD + "placement: {groups: {all: [0]}, roles: {actor: all}}"
+    words = ["placement.roles.actor.1.deepspeed=a.json", "placement.roles.actor.1.group=all", "placement.roles.actor.0=all"]
+    roles = load_run_file(written(tmp_path, text), words).placement.roles
+    assert (roles["actor.1"].deepspeed, roles["actor.0"].group, roles["actor"].group) == ("a.json", "all", "all")

@@ -91,6 +91,7 @@ class PreferenceTrainer:
         self._reporter: Reporter | None = None
         self.evaluations: list[tuple[str, Evaluation]] = []
         if not self.cluster.is_main:
+            self.args = args or self.config_class(num_agents=len(agents) if agents is not None else num_agents)
             return
         listed = read_agents(agent_model, agents, num_agents)
         self.args = args or self.config_class(num_agents=len(listed))

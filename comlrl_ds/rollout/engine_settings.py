@@ -1,0 +1,41 @@
+"""What a vLLM engine is started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def probe_rows(vocabulary: int) -> list[list[int]]:
+    """Token rows spread over the vocabulary, whose log-probs show whether an engine's weights changed."""
+    return [[(7 + 31 * k + 1013 * row) * (vocabulary // 61 + 1) % vocabulary for k in range(24)] for row in range(2)]
+
+
+def engine_settings(
+    source: str, *, device: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None,
+    gpu_memory_utilization: float, tensor_parallel: int = 1, transport: str = "host", sleeps: bool = False,
+    backend: str = "vllm",
+) -> dict[str, Any]:  # fmt: skip
+    """Back-end and arguments of an engine on this kind of device: for vLLM those of `vllm.LLM`.
+
+    Args:
+        transport: how weights reach it. sleeps: whether it gives its memory back while its devices train.
+    """
+    if backend == "transformers":
+        return {"backend": backend, "llm": {"model": source, "dtype": dtype, "device": device}}
+    settings: dict[str, Any] = {
+        "model": source, "dtype": dtype, "seed": 0, "skip_tokenizer_init": True, "generation_config": "vllm",
+        "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "weight_transfer_config": {"backend": transport},
+        "disable_log_stats": True,
+    }  # fmt: skip
+    if tensor_parallel > 1:
+        settings |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
+    if device == "cpu":
+        # Eager: compiling takes minutes. Blocks of 32: candidates share prompts shorter than the default block of 128.
+        # No chunked prefill: a seeded request that is prefilled in parts crashes the CPU sampler.
+        settings |= {
+            "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(max_model_len, 8192), "kv_cache_memory_bytes": kv_cache_bytes or 1 << 30,
+        }  # fmt: skip
+    else:
+        settings |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": sleeps}
+    return {"backend": backend, "llm": settings}

@@ -1,0 +1,204 @@
+"""Engines that the user started: vLLM's own HTTP server, for generation and for weight sync.
+
+    VLLM_SERVER_DEV_MODE=1 VLLM_PLUGINS=comlrl_ds python -m vllm.entrypoints.openai.api_server --model FOLDER \\
+        --generation-config vllm --weight-transfer-config '{"backend": "host"}'
+
+The development mode opens the routes of weight transfer; such a server must not face a network that is not trusted. Weights
+are read by the server over TCP from the rank that has them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import Pipe
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from comlrl_ds.cluster.progress import tick
+from comlrl_ds.rollout.base import Completion, Request, RolloutError, Sampling
+from comlrl_ds.rollout.engine_client import EngineClient
+from comlrl_ds.rollout.engine_process import EngineAddress
+
+HOW = (
+    "start it with VLLM_SERVER_DEV_MODE=1, VLLM_PLUGINS=comlrl_ds, --generation-config vllm and"
+    """ --weight-transfer-config '{"backend": "host"}'"""
+)
+
+
+class HTTPCalls:
+    """The calls of vLLM's weight transfer, and log-probs, over HTTP. `VLLM_API_KEY` is sent where it is set.
+
+    Args:
+        url: of the server. timeout_s: longest answer. probe: rows whose log-probs a finished sync reports.
+    """
+
+    def __init__(self, url: str, timeout_s: float, probe: Sequence[Sequence[int]] = ()) -> None:
+        key = os.environ.get("VLLM_API_KEY")
+        limits = httpx.Limits(max_connections=None)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.url, self.probe_rows, self.model = url.rstrip("/"), probe, ""
+        self._client = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, headers=headers)
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The JSON of an answer.
+
+        Raises:
+            RolloutError: no answer, or an error; names the server.
+        """
+        try:
+            answer = self._client.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise RolloutError(f"the engine at {self.url} has not answered in time (rollout.timeout_s)") from None
+        except httpx.HTTPError as error:
+            raise RolloutError(f"the engine at {self.url}: {error or type(error).__name__}") from None
+        tick()
+        if answer.status_code == 404:
+            raise RolloutError(f"the engine at {self.url} has no {path}; {HOW}")
+        if answer.is_error:
+            raise RolloutError(f"the engine at {self.url}: {answer.status_code} {answer.text[:300]}")
+        return answer.json() if answer.content else None
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.ask("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.ask("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, version: str) -> dict[str, Any]:
+        self.ask("POST", "/finish_weight_update", {"weight_version": version})
+        self.ask("POST", "/reset_prefix_cache")
+        return {"version": self.version(), "probe": self.logprobs(self.probe_rows) if self.probe_rows else []}
+
+    def version(self) -> str:
+        return str(self.ask("GET", "/weight_info")["weight_version"])
+
+    def served(self) -> dict[str, Any]:
+        """The model that the server has: {"id", "root": its folder, "max_model_len"}."""
+        found = self.ask("GET", "/v1/models")["data"][0]
+        self.model = found["id"]
+        return found
+
+    def complete(self, **parameters: Any) -> dict[str, Any]:
+        if not self.model:
+            self.served()
+        return self.ask("POST", "/v1/completions", {"model": self.model, **parameters})["choices"][0]
+
+    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p of every token of a row but its first."""
+        found = []
+        for row in rows:
+            choice = self.complete(prompt=list(row), max_tokens=1, temperature=0, prompt_logprobs=0)
+            found.append([entry[str(t)]["logprob"] for entry, t in zip(choice["prompt_logprobs"][1:], row[1:])])
+        return found
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class HTTPRollout(EngineClient):
+    """A server of the user's as an engine.
+
+    Args:
+        url: of the server. sources: the agents' model folders; it was started with one of them.
+        start_timeout_s: how long it may take until it answers. timeout_s: longest answer.
+        probe: rows for verifying syncs; empty does not verify. requests: most requests at a time.
+    """
+
+    def __init__(
+        self, url: str, sources: Sequence[str], *, index: int, start_timeout_s: float = 600, timeout_s: float = 600,
+        probe: Sequence[Sequence[int]] = (), requests: int = 256,
+    ) -> None:  # fmt: skip
+        host = urlsplit(url).hostname or ""
+        address = EngineAddress("", 0, url, host, "another machine", sources[0], index, "host", url)
+        super().__init__(address, name=f"the engine at {url}", verify=bool(probe))
+        self._http = HTTPCalls(url, timeout_s, probe)
+        self._start_timeout_s, self._sources = start_timeout_s, list(sources)
+        self._threads = ThreadPoolExecutor(requests, "http")
+        self.connection, self._done = Pipe(duplex=False)
+        self._lock = threading.Lock()
+        self._left = 0
+
+    @property
+    def calls(self) -> HTTPCalls:
+        return self._http
+
+    def wait_ready(self) -> None:
+        """Waits until the server answers, and takes note of what it holds.
+
+        Raises:
+            RolloutError: it does not answer in time, was started without what a sync needs, or serves another model.
+        """
+        end = time.monotonic() + self._start_timeout_s
+        while True:
+            try:
+                root = self._http.served()["root"]
+                break
+            except RolloutError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.5)
+        known = {os.path.realpath(s): s for s in self._sources}
+        if os.path.realpath(root) not in known:
+            agents = " or ".join(dict.fromkeys(map(repr, self._sources)))
+            raise RolloutError(f"the engine at {self._http.url} serves {root!r}; start it with {agents}")
+        self.source = self.held = known[os.path.realpath(root)]
+        self.address = replace(self.address, source=self.source)
+        self._http.init_weight_transfer_engine({})
+        version = self._http.version()
+        # A server that was synced before has other weights than its folder.
+        self.held = self.source if "@" not in version and version != self.source else f"{version} of an earlier run"
+        if self.verify:
+            self.probe = self._http.logprobs(self._http.probe_rows)
+
+    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        self._left = len(requests)
+        for k, request in enumerate(requests):
+            self._threads.submit(self._one, k, request, sampling)
+
+    def _one(self, k: int, r: Request, sampling: Sampling) -> None:
+        message: Any
+        try:
+            choice = self._http.complete(
+                prompt=list(r.prompt), max_tokens=r.max_new_tokens, seed=r.seed, stop_token_ids=list(r.stop_ids),
+                ignore_eos=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or 0,
+                min_tokens=min(sampling.min_new_tokens, r.max_new_tokens), return_token_ids=True, detokenize=False,
+            )  # fmt: skip
+            message = [k, choice["token_ids"], choice["finish_reason"]]
+        except (RolloutError, KeyError, TypeError) as error:
+            message = str(error)
+        with self._lock:
+            self._done.send(message)
+
+    def receive(self) -> list[tuple[int, Completion]] | None:
+        assert self.connection
+        message = self.connection.recv()
+        if message is None:
+            return None
+        if isinstance(message, str):
+            raise RolloutError(message)
+        self._left -= 1
+        if not self._left:
+            # What `wait` shall see once more: that this submission is over.
+            with self._lock:
+                self._done.send(None)
+        k, ids, reason = message
+        return [(k, Completion(tuple(ids), reason, self.held))]
+
+    def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._http.logprobs(rows)
+
+    def shutdown(self) -> None:
+        """Leaves the server running: it is the user's."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+        self.close_sender()

@@ -1,0 +1,121 @@
+"""vLLM's own HTTP server, started as a user would, as the rollout engine of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from engines import policy_of, start_engine
+from test_command_line import metrics, run, run_file
+from test_rollout import everything
+from tiny import save_tiny_model, tiny_lm
+
+from comlrl_ds.rollout.base import PolicyWeights, RolloutError
+from comlrl_ds.rollout.disk import shape_of
+from comlrl_ds.rollout.engine_settings import probe_rows
+from comlrl_ds.rollout.http_rollout import HTTPRollout
+from comlrl_ds.rollout.pool import RolloutPool
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """(url, model folder, process)."""
+    folder = tmp_path_factory.mktemp("server")
+    model = save_tiny_model(folder / "model", 3)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = dict(os.environ) | {
+        "VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "comlrl_ds", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+        "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20), "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens", "8192", "--generation-config", "vllm",
+        "--weight-transfer-config", json.dumps({"backend": "host"}),
+    ]  # fmt: skip
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    yield f"http://127.0.0.1:{port}", model, process
+    os.killpg(process.pid, 9)  # the processes that it started are of its session
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def engine(server):
+    url, model, process = server
+    made = HTTPRollout(url, [str(model)], index=0, start_timeout_s=240, timeout_s=60, probe=probe_rows(320))
+    made.wait_ready()
+    assert process.poll() is None
+    yield made
+    made.shutdown()
+
+
+def test_a_server_samples_what_an_engine_child_samples(server, engine):
+    _, model, _ = server
+    child = start_engine(model, "float32")
+    child.wait_ready()
+    policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", str(model), str(model)) for i in range(2)}
+    try:
+        assert everything(RolloutPool([engine], shape_of), policies) == everything(RolloutPool([child], shape_of), policies)
+    finally:
+        child.shutdown()
+
+
+def test_a_server_takes_weights(server, engine):
+    _, model, _ = server
+    lm = tiny_lm(8)
+    rows = [[5, 6, 7, 8, 9], [300, 2, 17]]
+    before = engine.prompt_logprobs(rows)
+    report = engine.sync_weights(policy_of(lm, "agent_0", 4, model))
+    assert report.bytes == sum(p.nbytes for p in lm.parameters()) and engine.held == "agent_0@4"
+    assert engine.calls.version() == "agent_0@4"
+    after = engine.prompt_logprobs(rows)
+    with torch.no_grad():
+        z = [lm(torch.tensor([r])).logits[0].log_softmax(-1) for r in rows]
+    expected = [[float(y[k, r[k + 1]]) for k in range(len(r) - 1)] for y, r in zip(z, rows)]
+    gaps = [abs(x - y) for a, b in zip(after, expected) for x, y in zip(a, b)]
+    assert max(gaps) < 1e-3 and before != after
+
+
+def test_a_run_trains_with_a_server_and_leaves_it_running(server, engine, tmp_path):
+    url, model, process = server
+    # The server holds weights of the test before, which the run must not take for those of its folder.
+    file = run_file(tmp_path, model, rollout={"urls": [url], "max_model_len": 256})
+    done = run("train", str(file), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path)
+    assert any("rollout/sync_bytes" in r for r in rows) and rows[-1]["rollout/logprob_gap"] < 1e-3
+    assert process.poll() is None
+    plain = yaml.safe_load(file.read_text())
+    (tmp_path / "child").mkdir()
+    file = run_file(tmp_path / "child", model, rollout={"max_model_len": 256, "engines": 1, "kv_cache_bytes": 64 << 20})
+    assert plain["run"]["seed"] == yaml.safe_load(file.read_text())["run"]["seed"]
+    assert run("train", str(file), cwd=tmp_path).returncode == 0
+    rounds = [(tmp_path / name / "preference_replay/iteration_0001.json").read_text() for name in ("run", "child/run")]
+    assert rounds[0] == rounds[1]
+
+
+def test_a_server_with_another_model_is_refused(server, tiny_model):
+    url, _, _ = server
+    other = HTTPRollout(url, [str(tiny_model)], index=0, start_timeout_s=10)
+    with pytest.raises(RolloutError, match=r"serves .*; start it with "):
+        other.wait_ready()
+    other.shutdown()
+
+
+def test_a_server_that_died_ends_the_run_with_its_address(server, engine):
+    url, model, process = server
+    os.killpg(process.pid, 9)
+    process.wait()
+    policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", engine.held, str(model)) for i in range(2)}
+    with pytest.raises(RolloutError, match=url):
+        everything(RolloutPool([engine], shape_of), policies)
