@@ -79,7 +79,10 @@ def _calm_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        here = int(os.environ.get("LOCAL_SIZE", "1"))  # ranks on this machine, says the deepspeed launcher
+        # Ranks on this machine, as the launcher says: deepspeed, mpirun, srun.
+        names = ("LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+        counts = [os.environ[n] for n in names if os.environ.get(n, "").isdigit()]
+        here = int(counts[0]) if counts and "MASTER_ADDR" in os.environ else 1
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // here))
 
 

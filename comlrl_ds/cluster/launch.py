@@ -89,15 +89,19 @@ def this_host(master_addr: str, master_port: int) -> Host:
     import psutil
 
     name = socket.gethostname()
-    # What a packet to the main rank leaves by. Resolving the own name instead gives loopback on many machines.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_addr, master_port))
-        address = probe.getsockname()[0]
+    address = own_address(master_addr, master_port)
     found = psutil.net_if_addrs()
     ips = [a.address for listed in found.values() for a in listed if a.family == socket.AF_INET]
     interface = next((n for n, listed in found.items() if any(a.address == address for a in listed)), "lo")
     aliases = (name.split(".")[0], *(ip for ip in ips if not ip.startswith("127.")))
     return Host(name, aliases, this_identity(), address, interface)
+
+
+def own_address(towards: str, port: int = 9) -> str:
+    """The address that packets to another machine leave by. Resolving the own name instead gives loopback on many machines."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, port))  # of a datagram socket: nothing is sent
+        return probe.getsockname()[0]
 
 
 def this_identity() -> str:

@@ -57,6 +57,7 @@ class Seat:
     group: str
     group_rank: int
     group_size: int
+    host_ranks: int  # ranks of the launch on this machine
     device: str
 
 
@@ -230,7 +231,8 @@ class Cluster:
         assert self.layout
         name = self.layout.group_of(self.launch.rank)
         ranks = self.layout.groups[name]
-        return Seat(role, self.launch.rank, name, ranks.index(self.launch.rank), len(ranks), self.device)
+        here = sum(self.layout.host(s.rank) == self.layout.host(self.launch.rank) for s in self.layout.slots)
+        return Seat(role, self.launch.rank, name, ranks.index(self.launch.rank), len(ranks), here, self.device)
 
     def _send(self, ranks: Any, message: Any) -> None:
         for rank in ranks:

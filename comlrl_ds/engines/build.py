@@ -38,4 +38,4 @@ def build_policy(
     )
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return PolicyEngine(seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk)
+    return PolicyEngine(seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +43,15 @@ class PolicyEngine:
         lm: a transformers causal LM in the plan's compute type.
         plan: from `plan_engine`.
         layout: "auto", "shared" or "rows".
-        chunk: tokens that reach the vocabulary at once.
+        chunk: tokens that reach the vocabulary at once. host_ranks: ranks that share this machine's memory.
     """
 
-    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512) -> None:
+    def __init__(
+        self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, host_ranks: int = 1
+    ) -> None:
         import deepspeed
 
-        self.name, self.plan = name, plan
+        self.name, self.plan, self._host_ranks = name, plan, host_ranks
         self.scorer = Scorer(lm, chunk)
         self.version = 0
         fill_hidden_size(plan.config, lm.config.get_text_config().hidden_size)
@@ -191,11 +192,11 @@ class PolicyEngine:
         config = self.scorer.lm.config.get_text_config()
         # About 34 values per token, layer and hidden unit (Korthikanti et al., 2022).
         per_token = 34 * config.num_hidden_layers * config.hidden_size * (4 if self.plan.dtype == "float32" else 2)
-        free = free_bytes("cpu" if self.device == "cpu" else "cuda") - missing
+        free = (free_bytes("cpu") // self._host_ranks if self.device == "cpu" else free_bytes("cuda")) - missing
         return {
             "layout": self.layout,
             "ranks": self.world_size,
-            "free": free // (int(os.environ.get("LOCAL_SIZE", "1")) if self.device == "cpu" else 1),
+            "free": free,
             "graph_bytes_per_token": per_token,
         }
 

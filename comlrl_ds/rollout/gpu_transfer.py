@@ -6,12 +6,14 @@ Written from vLLM 0.32's interface; not yet run on a GPU.
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from comlrl_ds.cluster.launch import own_address
 from comlrl_ds.rollout.engine_client import WeightCalls
 
 if TYPE_CHECKING:
@@ -113,4 +115,4 @@ def _rendezvous() -> tuple[str, int]:
     """An address of this machine and a free port, where the engine's workers meet the sender."""
     with socket.socket() as s:
         s.bind(("", 0))
-        return socket.gethostbyname(socket.gethostname()), s.getsockname()[1]
+        return own_address(os.environ["MASTER_ADDR"]), s.getsockname()[1]

@@ -10,12 +10,13 @@ import contextlib
 import mmap
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Listener
 from typing import TYPE_CHECKING, Any
+
+from comlrl_ds.cluster.launch import own_address
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +67,7 @@ class Outbox:
         if self._listener is None:
             self._listener = Listener(("", 0), backlog=64, authkey=bytes.fromhex(self._key))
             threading.Thread(target=self._serve, args=(self._listener,), daemon=True, name="outbox").start()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))
-            address = probe.getsockname()[0]
-        return {"at": [address, self._listener.address[1]], "key": self._key, "size": self._used}
+        return {"at": [own_address(towards), self._listener.address[1]], "key": self._key, "size": self._used}
 
     def _serve(self, listener: Listener) -> None:
         """Gives the chunk to whoever has the key; nothing changes it before every engine has answered."""

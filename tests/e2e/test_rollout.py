@@ -126,6 +126,19 @@ def test_a_dead_engine_ends_generation_with_its_signal(engines, tmp_path):
     engine.shutdown()
 
 
+def test_a_silent_engine_ends_generation_with_a_message(engines):
+    folder, _ = engines
+    engine = start_engine(folder, "float32", probe=False)
+    engine.wait_ready()
+    os.kill(engine.child.process.pid, signal.SIGSTOP)
+    pool = RolloutPool([engine], shape_of, timeout_s=2)
+    policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", str(folder), str(folder)) for i in range(2)}
+    with pytest.raises(RolloutError, match="no engine has answered for 2 s"):
+        everything(pool, policies)
+    engine.child.process.kill()
+    engine.shutdown()
+
+
 def test_an_engine_that_cannot_start_says_so(tmp_path, engines):
     folder, _ = engines
     engine = start_engine(folder, "no_such_dtype")

@@ -275,3 +275,18 @@ def test_buckets_follow_from_the_models_width():
 )
 def test_an_auto_that_nobody_fills_in_is_refused(user, path):
     assert f"deepspeed.{path}" in problems(user)
+
+
+def test_every_engine_swaps_into_a_folder_of_its_own():
+    """DeepSpeed wipes its swap folder when an engine starts, and names files by rank only."""
+    swap = {"device": "nvme", "nvme_path": "/fast/swap"}
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": dict(swap), "offload_param": dict(swap)}}
+    paths = set()
+    for name in ("left-actor.0", "left-actor.1", "right-actor.2"):
+        zero = plan_engine(config, TrainerNumbers(4, 2, 1e-5, None, "float32", "float32", name)).config["zero_optimization"]
+        paths |= {zero[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")}
+        assert zero["offload_param"]["nvme_path"] == f"/fast/swap/{name}"
+    assert len(paths) == 3
+    del config["zero_optimization"]["offload_param"]["nvme_path"]
+    with pytest.raises(ConfigError, match=r"offload_param.nvme_path: required with device nvme"):
+        plan_engine(config, TrainerNumbers(4, 2, 1e-5, None, "float32", "float32", "x"))
