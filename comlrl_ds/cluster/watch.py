@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -73,7 +74,14 @@ class Watch:
         self._catch_sigterm()
 
     def start(self, name: str) -> None:
-        threading.Thread(target=self._loop, daemon=True, name=name).start()
+        threading.Thread(target=self._run, daemon=True, name=name).start()
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception:  # unwatched, a rank could hang for ever: rather end it
+            traceback.print_exc()
+            end_process(1)
 
     def _orphaned(self) -> bool:
         """The launcher is gone: nobody would see this process's end, or end it."""
@@ -148,18 +156,19 @@ class MainWatch(Watch):
         return self.failure or failure
 
     def everybody_left(self) -> bool:
-        return all(s.left for s in self._seen.values())
+        return all(s.left for s in list(self._seen.values()))
 
     def say_goodbye(self) -> None:
-        for s in self._seen.values():
+        for s in list(self._seen.values()):
             with contextlib.suppress(OSError):
                 tell(s.pulse, {"bye": True})
 
     # --- the thread
     def _loop(self) -> None:
         while True:
-            for pulse in self._ready([s.pulse for s in self._seen.values() if not s.pulse.closed]):
-                rank = next(r for r, s in self._seen.items() if s.pulse is pulse)
+            seen = list(self._seen.items())  # at once: ranks may join meanwhile
+            for pulse in self._ready([s.pulse for _, s in seen if not s.pulse.closed]):
+                rank = next(r for r, s in seen if s.pulse is pulse)
                 try:
                     self._take(rank, hear(pulse))
                 except (EOFError, OSError):
@@ -193,7 +202,7 @@ class MainWatch(Watch):
         now = time.monotonic()
         if PROGRESS.count != self._own[0]:
             self._own = (PROGRESS.count, now)
-        here = {rank: s for rank, s in self._seen.items() if not s.left}
+        here = {rank: s for rank, s in list(self._seen.items()) if not s.left}
         for rank, s in here.items():
             if now - s.heard > self.stall_s:
                 self._hold(
@@ -225,7 +234,7 @@ class MainWatch(Watch):
             self.failure = failure
             if not failure.printed:
                 print(f"comlrl-ds: {failure.line}", file=sys.stderr, flush=True)
-        for s in self._seen.values():
+        for s in list(self._seen.values()):
             self._tell_end(s)
         if not failure.printed:  # a failure that the main thread itself reports ends with that thread
             self._end_at = time.monotonic() + GRACE_S

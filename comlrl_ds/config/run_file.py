@@ -67,6 +67,10 @@ class RolloutConfig(Settings):
                 raise ConfigError(Problem(f"urls.{k}", f"{url!r} is no address of a server; write http://host:port"))
         if self.urls and (self.engines is not None or self.backend != "vllm"):
             raise ConfigError(Problem("urls", "servers of yours take the place of engines; leave engines and backend out"))
+        if self.transport in ("nccl", "ipc") and (self.urls or self.backend != "vllm"):
+            raise ConfigError(
+                Problem("transport", f"{self.transport!r} is for vLLM engines of the run's own; write host or auto")
+            )
         return self
 
 

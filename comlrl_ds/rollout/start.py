@@ -262,7 +262,8 @@ def engine_places(config: RolloutConfig, layout: Layout, sources: Sequence[str],
         count = max(count or chunks, shapes)
     elif count is None and config.backend == "transformers" and len(layout.slots) == 1:
         count = 1
-    return place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=config.transport)
+    transport = config.transport if config.backend == "vllm" else "host"
+    return place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=transport)
 
 
 def _source_of(place: EnginePlace, config: RolloutConfig, sources: Sequence[str]) -> str:
