@@ -102,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     train = command("train", _train, "train as a run file says")
     train.add_argument("run_file", type=Path)
     train.add_argument("overrides", **overrides)  # type: ignore[arg-type]
+    train.add_argument(
+        "--resume", default="auto", metavar="auto|never|DIR",
+        help="auto: go on with the run in run.dir, if there is one; DIR: from this checkpoint of it",
+    )  # fmt: skip
     plan = command("plan", _plan, "check a run file, show who would sit where and what it would cost; loads nothing")
     plan.add_argument("run_file", type=Path)
     plan.add_argument("overrides", **overrides)  # type: ignore[arg-type]
@@ -117,17 +121,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build(options: argparse.Namespace, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
+def _build(
+    options: argparse.Namespace, agents: Sequence[str] | None = None, verbose: bool = True, resume: str = "never"
+) -> Any:
     from comlrl_ds.config.run_file import load_run_file
 
     run_file = load_run_file(options.run_file, options.overrides)
     from comlrl_ds.trainers.from_file import build_trainer  # imports torch: seconds that a broken file does not wait for
 
-    return build_trainer(run_file, options.run_file, agents=agents, verbose=verbose)
+    return build_trainer(run_file, options.run_file, agents=agents, verbose=verbose, resume=resume)
 
 
 def _train(options: argparse.Namespace) -> None:
-    with _build(options) as trainer:
+    with _build(options, resume=options.resume) as trainer:
         trainer.train()
 
 
@@ -146,7 +152,7 @@ def _plan(options: argparse.Namespace) -> None:
     plan = found.of(lambda: plan_run(run_file, base, hostfile=options.hostfile, devices=options.devices))
     shown = found.of(lambda: check_task(run_file, base))
     if run_file.run.dir is not None:
-        found.of(RunDir(run_file.run.dir).check)
+        found.of(RunDir(run_file.run.dir, resume=True).check)  # `train` goes on with a run by default
     found.raise_any()
     if options.prompts:
         _build(options, verbose=False)

@@ -80,6 +80,9 @@ class RunSection(Settings):
     dir: str | None = Field(None, description="Where results go; None: runs/<name of the file>-<date and time>.")
     seed: NonNegative = Field(0, description="Everything random follows from it.")
     report_to: list[Literal["tensorboard"]] = Field(default_factory=list, description="Trackers beside metrics.jsonl.")
+    checkpoint_interval: NonNegative = Field(1, description="Epochs between checkpoints; 0 saves none.")
+    checkpoint_every_updates: Positive | None = Field(None, description="Also within an epoch, after so many updates.")
+    checkpoint_total_limit: Positive | None = Field(2, description="Checkpoints that are kept, the newest; null keeps all.")
     stall_timeout_s: Positive = Field(
         1800, description="How long a rank may be silent, or stand still in one piece of work, before the run ends."
     )

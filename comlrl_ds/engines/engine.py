@@ -156,6 +156,11 @@ class PolicyEngine:
             self._boundary.skip()
         self._open_step = False
 
+    @property
+    def deepspeed(self) -> Any:
+        """The DeepSpeed engine."""
+        return self._engine
+
     def start_schedule(self, total_steps: int) -> None:
         """Builds the learning-rate schedule of the DeepSpeed file, now that the number of steps is known."""
         scheduler = self.plan.scheduler

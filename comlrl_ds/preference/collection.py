@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comlrl_ds.maths.seeds import generator_of, seed_of
-from comlrl_ds.preference.journal import Journal
+from comlrl_ds.preference.journal import Journal, Known
 from comlrl_ds.preference.oracle import INVALID, Oracle, OracleError, Score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair, make_pair
@@ -84,6 +84,7 @@ class JointSampler:
     def sample(
         self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str,
         round: int, candidates: int, journal: Journal | None = None, progress: Callable[[int, int], None] | None = None,
+        known: Known | None = None,
     ) -> list[SampledItem]:  # fmt: skip
         """Every agent's `candidates` responses to each task, scored; the order of `prompts` is kept.
 
@@ -92,8 +93,9 @@ class JointSampler:
             stream: "target", "comparator" or "eval"; streams never share a seed.
             journal: gets every completion and score as it arrives.
             progress: told (tasks scored, tokens sampled).
+            known: what an interrupted run sampled and scored; it is taken over where its seed is the same.
         """
-        walk = _Walk(self, policies, sampling, stream, round, candidates, journal, progress)
+        walk = _Walk(self, policies, sampling, stream, round, candidates, journal, progress, known or Known())
         chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self.team.size))
         done: list[SampledItem] = []
         try:
@@ -131,8 +133,9 @@ class _Walk:
 
     def __init__(
         self, sampler: JointSampler, policies: dict[str, PolicyWeights], sampling: Sampling, stream: str, round: int,
-        candidates: int, journal: Journal | None, progress: Callable[[int, int], None] | None,
+        candidates: int, journal: Journal | None, progress: Callable[[int, int], None] | None, known: Known,
     ) -> None:  # fmt: skip
+        self._known = known
         self._sampler, self._policies, self._sampling = sampler, policies, sampling
         self._stream, self._round, self._candidates = stream, round, candidates
         self._journal, self._progress = journal, progress
@@ -147,7 +150,11 @@ class _Walk:
         keys = [(s, i, j) for s in part for i in range(size) for j in range(self._candidates)]
         requests = sampler.requests(keys, self._stream, self._round)
         missing = {id(s): self._candidates * size for s in part}
-        for k, completion in sampler.pool.generate(requests, self._policies, self._sampling):
+        for k in self._take_known(keys, requests):
+            self._place(keys[k], missing)
+        left = [k for k, (s, i, j) in enumerate(keys) if s.completions[i][j] is None]
+        for position, completion in sampler.pool.generate([requests[k] for k in left], self._policies, self._sampling):
+            k = left[position]
             sampled, agent, candidate = keys[k]
             sampled.completions[agent][candidate] = completion
             if self._journal:
@@ -156,13 +163,30 @@ class _Walk:
                     candidate=candidate, seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason,
                     version=completion.version,
                 )  # fmt: skip
-            missing[id(sampled)] -= 1
-            if not missing[id(sampled)]:
-                sampled.texts = sampler.team.decode(sampled.completions)
-                self._jobs[self._scorer.submit(self._score, sampled)] = sampled
+            self._place(keys[k], missing)
             for job in [job for job in self._jobs if job.done()]:
                 self._take(job)
         return part
+
+    def _take_known(self, keys: Sequence[tuple[SampledItem, int, int]], requests: Sequence[Request]) -> list[int]:
+        """Fills in what was sampled before; returns which."""
+        taken = []
+        for k, ((sampled, agent, candidate), request) in enumerate(zip(keys, requests)):
+            seed, completion = self._known.completions.get(
+                (self._stream, self._round, sampled.joint.index, agent, candidate), (None, None)
+            )
+            if completion is not None and seed == request.seed:
+                sampled.completions[agent][candidate] = completion
+                taken.append(k)
+        return taken
+
+    def _place(self, key: tuple[SampledItem, int, int], missing: dict[int, int]) -> None:
+        """One completion more is there; with its last one a task goes to the scorer."""
+        sampled = key[0]
+        missing[id(sampled)] -= 1
+        if not missing[id(sampled)]:
+            sampled.texts = self._sampler.team.decode(sampled.completions)
+            self._jobs[self._scorer.submit(self._score, sampled)] = sampled
 
     def take_all(self) -> None:
         """Waits for the scores that are still being made."""
@@ -182,6 +206,9 @@ class _Walk:
         for j in range(self._candidates):
             if self._failed:
                 return
+            if (score := self._known.scores.get(self._score_key(sampled, j))) is not None:
+                sampled.scores.append(score)
+                continue
             try:
                 sampled.scores.append(self._sampler.score(sampled.joint, [row[j] for row in sampled.texts]))
             except OracleError:
@@ -199,8 +226,15 @@ class _Walk:
         if not self._journal:
             return
         for j, score in enumerate(sampled.scores):
+            if self._score_key(sampled, j) in self._known.scores:
+                continue
             raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
-            self._journal.append("score", round=self._round, item=sampled.joint.index, candidate=j, raw=raw, value=value)
+            self._journal.append(
+                "score", stream=self._stream, round=self._round, item=sampled.joint.index, candidate=j, raw=raw, value=value
+            )
+
+    def _score_key(self, sampled: SampledItem, candidate: int) -> tuple[str, int, int, int]:
+        return self._stream, self._round, sampled.joint.index, candidate
 
 
 @dataclass(frozen=True)

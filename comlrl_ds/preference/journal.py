@@ -1,23 +1,43 @@
-"""The journal: every completion and score is on disk as soon as it exists."""
+"""The journal: every completion and score is on disk as soon as it exists, and none of them is paid for twice."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from comlrl_ds.preference.oracle import Score
+from comlrl_ds.rollout.base import Completion
+
+
+class JournalError(RuntimeError):
+    """A journal that was changed by somebody else; names file and line."""
+
+
+@dataclass
+class Known:
+    """What a journal holds: completions with the seed that sampled them, by (stream, round, task, agent, candidate), and
+    scores by (stream, round, task, candidate).
+    """
+
+    completions: dict[tuple[str, int, int, int, int], tuple[int, Completion]] = field(default_factory=dict)
+    scores: dict[tuple[str, int, int, int], Score] = field(default_factory=dict)
 
 
 class Journal:
     """Appends one JSON object per line; `sync` makes what was written survive a crash of the machine.
 
     Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"} and
-    {"kind": "score", "round", "item", "candidate", "raw", "value"} (null where invalid).
+    {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid).
     """
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(file)
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, kind: str, **fields: Any) -> None:
@@ -35,3 +55,38 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.sync()
         self._file.close()
+
+
+def read_journal(file: Path) -> Known:
+    """What an interrupted run has sampled and scored already; a last line without its end is what a crash cut off.
+
+    Raises:
+        JournalError: any other line that cannot be read.
+    """
+    known = Known()
+    if not file.exists():
+        return known
+    lines = file.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            where = (entry["stream"], entry["round"], entry["item"])
+            if entry["kind"] == "completion":
+                completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"])
+                known.completions[(*where, entry["agent"], entry["candidate"])] = (entry["seed"], completion)
+            elif entry["kind"] == "score":
+                raw, value = (math.nan if entry[k] is None else float(entry[k]) for k in ("raw", "value"))
+                known.scores[(*where, entry["candidate"])] = Score(raw, value)
+        except (ValueError, KeyError, TypeError) as error:
+            raise JournalError(f"{file}, line {number} cannot be read: {error}; give another run.dir to start anew") from None
+    return known
+
+
+def _cut_torn_line(file: Path) -> None:
+    """What a crash left unfinished must not run into what comes next."""
+    if not file.exists():
+        return
+    content = file.read_bytes()
+    if content and not content.endswith(b"\n"):
+        with open(file, "r+b") as f:
+            f.truncate(content.rfind(b"\n") + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,16 @@ class Metrics:
     def __init__(self, file: Path | None, trackers: list[Any] | None = None) -> None:
         self._file = file
         self._trackers = trackers or []
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._file.stat().st_size if self._file is not None and self._file.exists() else 0
+
+    def cut(self, size: int) -> None:
+        """Drops what was written after the first `size` bytes."""
+        if self._file is not None and self._file.exists():
+            os.truncate(self._file, size)
 
     def write(self, update: int, env_step: int, values: Mapping[str, float]) -> None:
         """Values are finite numbers, or NaN and infinity, which are written as null."""

@@ -11,17 +11,30 @@ import yaml
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.runs.files import write_atomically
 
+# Settings that do not change what a run computes.
+_MAY_CHANGE = (
+    "run.dir", "run.report_to", "run.stall_timeout_s", "run.checkpoint", "placement", "rollout.engines", "rollout.threads",
+    "rollout.urls", "rollout.transport", "rollout.kv_cache_bytes", "rollout.gpu_memory", "rollout.start_timeout",
+    "rollout.timeout", "rollout.max_num_seqs", "args.logging_steps", "args.agent_devices",
+)  # fmt: skip
+
 
 class RunDir:
-    """`run_dir` and the places in it. Holds one run: a folder that holds another is refused, never overwritten."""
+    """`run_dir` and the places in it. Holds one run: a folder that holds another is refused, never overwritten.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        resume: whether the run that it holds, if any, may be gone on with.
+    """
+
+    def __init__(self, folder: str | Path, resume: bool = False) -> None:
         self.path = Path(folder).expanduser().absolute()
+        self._resume = resume
 
     def check(self) -> None:
-        """Raises ConfigError where the folder cannot hold a new run."""
-        if (self.path / "config.yaml").exists():
-            raise ConfigError(Problem("run.dir", f"{str(self.path)!r} already holds a run; give another run.dir"))
+        """Raises ConfigError where the folder cannot hold this run."""
+        if self.holds_run and not self._resume:
+            message = f"{str(self.path)!r} already holds a run; give another run.dir, or --resume auto to go on with it"
+            raise ConfigError(Problem("run.dir", message))
         parent = next(p for p in (self.path, *self.path.parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise ConfigError(
@@ -31,8 +44,48 @@ class RunDir:
     def create(self, config: dict[str, Any]) -> None:
         """Makes the folder and writes the resolved configuration."""
         self.check()
+        if self.holds_run:
+            self.check_same(config)
+            return
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
+
+    @property
+    def holds_run(self) -> bool:
+        return (self.path / "config.yaml").exists()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run in it came to its end."""
+        return (self.path / "complete").exists()
+
+    def mark_complete(self) -> None:
+        write_atomically(self.path / "complete", b"")
+
+    def check_same(self, config: dict[str, Any]) -> None:
+        """Raises ConfigError where the run in the folder was started with other settings than `config`, a problem each.
+
+        Where roles sit, how engines are driven and where results go may change.
+        """
+        if not self.holds_run:
+            return
+        try:
+            before = yaml.safe_load((self.path / "config.yaml").read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(Problem("run.dir", f"{self.path / 'config.yaml'} is not YAML: {error}")) from None
+        old, new = _flat(before if isinstance(before, dict) else {}), _flat(yaml.safe_load(yaml.safe_dump(config)))
+        where = f"in {str(self.path)!r}"
+        problems = [
+            Problem(name, f"is {new.get(name)!r}, but {old.get(name)!r} {where}; set it back, or give another run.dir")
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name) and not name.startswith(_MAY_CHANGE)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
@@ -61,3 +114,13 @@ class RunDir:
     @property
     def engine_log(self) -> Path:
         return self.path / "engines.log"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted path."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for name, inner in value.items():
+        found |= _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+    return found

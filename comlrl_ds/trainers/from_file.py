@@ -11,11 +11,14 @@ from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.config.task import load_task
 
 
-def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None = None, verbose: bool = True) -> Any:
+def build_trainer(
+    run_file: RunFile, file: Path, *, agents: Sequence[str] | None = None, verbose: bool = True, resume: str = "never"
+) -> Any:
     """The trainer that a run file describes, checked, with nothing loaded.
 
     Args:
         agents: other model sources in place of the file's, e.g. trained ones.
+        resume: "never", "auto", or a checkpoint's folder.
     """
     from comlrl_ds.engines.ds_config import read_deepspeed
     from comlrl_ds.trainers.preference import MADPOTrainer
@@ -29,5 +32,7 @@ def build_trainer(run_file: RunFile, file: Path, *, agents: Sequence[str] | None
         reward_processor=task.reward_processor, formatters=task.formatters, args=run_file.trainer_config,
         rollout=run_file.rollout, deepspeed=read_deepspeed(run_file.deepspeed, base), placement=run_file.placement_from(base),
         run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to,
-        stall_timeout_s=run_file.run.stall_timeout_s, verbose=verbose,
+        stall_timeout_s=run_file.run.stall_timeout_s, checkpoint_interval=run_file.run.checkpoint_interval,
+        checkpoint_every_updates=run_file.run.checkpoint_every_updates,
+        checkpoint_total_limit=run_file.run.checkpoint_total_limit, resume=resume, verbose=verbose,
     )  # fmt: skip

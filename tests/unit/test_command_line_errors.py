@@ -118,8 +118,12 @@ def test_plan_checks_what_the_file_names(tasks, model_folders, capsys, override,
     assert not (tasks / "out").exists()
 
 
-def test_a_folder_that_holds_a_run_is_refused(tasks, model_folders, capsys):
+def test_a_folder_that_holds_another_run_is_refused(tasks, model_folders, capsys):
     (tasks / "out").mkdir()
     (tasks / "out" / "config.yaml").write_text("trainer: madpo")
-    assert main(["plan", str(runnable(tasks, model_folders))]) == 2
+    file = str(runnable(tasks, model_folders))
+    assert main(["train", file, "--resume", "never"]) == 2
     assert "run.dir: " in capsys.readouterr().err
+    assert main(["train", file]) == 2  # it would go on with a run, but not with this one
+    assert "args.dpo_beta: is 0.1, but None in" in capsys.readouterr().err
+    assert list((tasks / "out").iterdir()) == [tasks / "out" / "config.yaml"]

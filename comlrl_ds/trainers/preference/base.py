@@ -62,6 +62,9 @@ class PreferenceTrainer:
         report_to: trackers beside metrics.jsonl: ["tensorboard"].
         stall_timeout_s: how long a rank may be silent or stand still before the run ends.
         verbose: print progress.
+        resume: "never"; "auto" goes on with the run in run_dir, if there is one; or a checkpoint's folder.
+        checkpoint_interval: epochs between checkpoints, 0 for none. checkpoint_every_updates: and updates, within an epoch.
+        checkpoint_total_limit: checkpoints that are kept, the newest; None keeps all.
 
     In a launch of several ranks each makes the same trainer; only the main one (global rank 0) looks at the arguments, and
     the others work for it inside `train`, `evaluate` and the other methods, which return the same on all.
@@ -82,6 +85,8 @@ class PreferenceTrainer:
         args: MADPOConfig | None = None, *, placement: PlacementConfig | Mapping[str, Any] | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
         seed: int = 0, report_to: Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
+        resume: str = "never", checkpoint_interval: int = 1, checkpoint_every_updates: int | None = None,
+        checkpoint_total_limit: int | None = 2,
     ) -> None:  # fmt: skip
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
@@ -100,7 +105,11 @@ class PreferenceTrainer:
         self.rollout = rollout if isinstance(rollout, RolloutConfig) else RolloutConfig(**(rollout or {}))
         self.seed, self._report_to = seed, list(report_to)
         model, output = ModelConfig.read(model_config), wandb_output(wandb_config)
-        self.run_dir = RunDir(run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}")
+        self.run_dir = RunDir(
+            run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}", resume != "never"
+        )
+        self._resume, self._checkpoint_limit = resume, checkpoint_total_limit
+        self._checkpoint_every = (checkpoint_interval, checkpoint_every_updates)
         self.display = Display(output.get("verbose", True) if verbose is None else verbose)
         found = Findings()
         found.of(self.run_dir.check)
@@ -129,6 +138,7 @@ class PreferenceTrainer:
         assert plans and setup and layout
         self.plans, self.setup, self.layout = plans, setup, layout
         self._eval_user = (eval_logger, eval_aggregator)
+        self.run_dir.check_same(self._resolved_config())
 
     # --- evaluation and saving
     @conducted

@@ -31,6 +31,20 @@ class Reporter:
         self._metrics = Metrics(run_dir.metrics, trackers_for(list(report_to), run_dir.path))
         self.updates = self.env_step = self.nonfinite_steps = 0
 
+    def counters(self) -> dict[str, int]:
+        """What a resumed run goes on from; `metrics_bytes` is how much of metrics.jsonl belongs to it."""
+        return {
+            "updates": self.updates, "env_step": self.env_step, "nonfinite_steps": self.nonfinite_steps,
+            "metrics_bytes": self._metrics.size,
+        }  # fmt: skip
+
+    def restore(self, counters: Mapping[str, int] | None) -> None:
+        """Back to a checkpoint's counters; None is the start of the run. Later lines of the metrics are dropped."""
+        counters = counters or {}
+        self.updates, self.env_step = counters.get("updates", 0), counters.get("env_step", 0)
+        self.nonfinite_steps = counters.get("nonfinite_steps", 0)
+        self._metrics.cut(counters.get("metrics_bytes", 0))
+
     def log(self, values: Mapping[str, float]) -> None:
         """Metrics at the present update."""
         self._metrics.write(self.updates, self.env_step, values)

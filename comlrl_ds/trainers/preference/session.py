@@ -97,6 +97,10 @@ class Session:
         """Bound on the pairs of a micro-step that the DeepSpeed files ask for."""
         return min((p.max_pairs for p in self._plans.values() if p.max_pairs is not None), default=None)
 
+    def world(self) -> dict[str, list[int]]:
+        """[ranks, ZeRO stage] of every actor: what its saved state depends on."""
+        return {role: [len(self.cluster.ranks_of(role)), plan.stage] for role, plan in self._plans.items()}
+
     def _start_actors(self) -> None:
         from comlrl_ds.engines.build import build_policy
 

@@ -1,0 +1,44 @@
+"""An engine's whole state on disk: weights, masters, optimizer, schedule. Written and read by all ranks of its group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from comlrl_ds.cluster.progress import tick
+from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.runs.checkpoints import Checkpoint, check_hashes, hashed
+
+
+def save_state(engine: PolicyEngine, folder: str) -> dict[str, tuple[int, str]]:
+    """Writes folder/<name of the engine>/…; a collective.
+
+    Returns:
+        size and hash of every file, by path relative to `folder`, for the lead; on disk when this returns.
+    """
+    # Own entries under one key: DeepSpeed puts a dozen of its own beside them.
+    engine.deepspeed.save_checkpoint(
+        folder, tag=engine.name, client_state={"comlrl_ds": {"version": engine.version}}, save_latest=False
+    )
+    tick()
+    torch.distributed.barrier()
+    files = hashed(Path(folder), engine.name) if engine.rank == 0 else {}
+    torch.distributed.barrier()
+    return files
+
+
+def load_state(engine: PolicyEngine, checkpoint: Checkpoint) -> None:
+    """Restores what `save_state` wrote; the schedule has been started, the group has as many ranks. A collective.
+
+    Raises:
+        CheckpointError: a file's content is not what was written.
+    """
+    if engine.rank == 0:
+        check_hashes(checkpoint, engine.name)
+    torch.distributed.barrier()
+    path, client = engine.deepspeed.load_checkpoint(str(checkpoint.folder), tag=engine.name)
+    if path is None:
+        raise FileNotFoundError(f"{checkpoint.folder} has no state of {engine.name}")
+    engine.version = client["comlrl_ds"]["version"]
+    tick()

@@ -1,0 +1,101 @@
+"""Saving where a run is, and going on from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from comlrl_ds.cluster import call
+from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.preference.evaluation import Evaluation
+from comlrl_ds.runs.checkpoints import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+
+if TYPE_CHECKING:
+    from comlrl_ds.trainers.preference.reporting import Reporter
+    from comlrl_ds.trainers.preference.session import Session
+
+
+@dataclass
+class Progress:
+    """How far the training on a round's pairs is: updates in all, the epoch in work, and its batches that are done."""
+
+    total_updates: int
+    epoch: int = 0
+    batches: int = 0
+
+
+@dataclass
+class Saver:
+    """Checkpoints of one trainer: all device groups write, then the main rank makes it count.
+
+    Args:
+        store: where they are. every: epochs between two; 0 saves none. updates: updates between two within an epoch.
+    """
+
+    store: CheckpointStore
+    every: int = 1
+    updates: int | None = None
+    _last: int = field(default=0)
+
+    def due(self, updates: int, progress: Progress, end_of_epoch: bool) -> bool:
+        """Whether this is a moment to save: the run goes on, and enough happened since the last one."""
+        if updates >= progress.total_updates:
+            return False  # the trained agents themselves are saved next
+        if end_of_epoch and self.every:
+            return progress.epoch % self.every == 0
+        return bool(self.updates) and updates - self._last >= (self.updates or 0)
+
+    def save(self, session: Session, reporter: Reporter, progress: Progress, evaluations: list[tuple[str, Evaluation]]) -> Path:
+        """Writes a checkpoint of everything that the run has learned and counted."""
+        from comlrl_ds.engines.state import save_state
+
+        folder = self.store.begin(reporter.updates)
+        written = session.cluster.run({role: call(save_state, str(folder)) for role in session.actors})
+        files = {name: (int(size), str(digest)) for part in written.values() for name, (size, digest) in part.items()}
+        state = {
+            "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps, "world": session.world(),
+            "evaluations": [[name, e.items, e.rewards] for name, e in evaluations],
+        }  # fmt: skip
+        self._last = reporter.updates
+        return self.store.seal(folder, state, files)
+
+
+def find_checkpoint(store: CheckpointStore, resume: str) -> tuple[Checkpoint | None, list[str]]:
+    """What `resume` ("auto", or a checkpoint's folder) says to go on from, and a line for each newer one that is unusable.
+
+    Raises:
+        ConfigError: a folder that is no complete checkpoint.
+    """
+    if resume == "auto":
+        return store.newest()
+    try:
+        return read_checkpoint(Path(resume).expanduser().absolute()), []
+    except CheckpointError as error:
+        raise ConfigError(Problem("--resume", str(error))) from None
+
+
+def restore(checkpoint: Checkpoint, session: Session, reporter: Reporter) -> tuple[Progress, list[tuple[str, Evaluation]]]:
+    """Puts counters and metrics back to a checkpoint; the engines follow when they are built (`restore_engines`).
+
+    Raises:
+        ConfigError: it was saved by another number of ranks, or at another ZeRO stage.
+    """
+    state = checkpoint.state
+    for role, (ranks, stage) in session.world().items():
+        saved = state["world"].get(role)
+        if saved != [ranks, stage]:
+            was = "absent" if saved is None else f"on {saved[0]} ranks at ZeRO-{saved[1]}"
+            message = f"{role} was {was} when {checkpoint.folder} was saved, and is on {ranks} at ZeRO-{stage} now"
+            raise ConfigError(Problem("placement", f"{message}; resume with the placement of then"))
+    reporter.restore(state["counters"])
+    session.steps = int(state["steps"])
+    evaluations = [(str(name), Evaluation(items, rewards)) for name, items, rewards in state["evaluations"]]
+    return Progress(**state["progress"]), evaluations
+
+
+def restore_engines(checkpoint: Checkpoint, session: Session) -> None:
+    """Weights, masters, optimizers and schedules of every actor; their schedules have been started."""
+    from comlrl_ds.engines.state import load_state
+
+    session.cluster.run({role: call(load_state, checkpoint) for role in session.actors})

@@ -1,0 +1,130 @@
+"""A run that is killed, and started again by the same command, ends as one that was not: bit for bit, nothing sampled twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch import HERE, free_port
+from test_launcher import PLACEMENT, environment, run_file
+
+# Mid-collection, before the first update, within the second epoch, and before its checkpoint counts.
+KILLS = ["collecting:70", "updating:1", "updating:5", "saving:1"]
+
+
+def start(folder: Path, file: Path, ranks: int, root: Path, kill: str = "", *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m"]
+    if ranks > 1:
+        command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), "--no_local_rank", "--module"]
+    paths = os.pathsep.join([str(HERE), str(HERE.parent / "e2e")])
+    variables = environment(root) | {"KILL_AT": kill, "PYTHONPATH": paths}
+    return subprocess.run(
+        [*command, "killing_entry", "train", str(file), f"run.dir={folder / 'run'}", *words], cwd=folder, env=variables,
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+def prepared(folder: Path, model: Path, ranks: int) -> Path:
+    sections = {"placement": PLACEMENT} if ranks > 1 else {}
+    file = run_file(folder, model, **sections)
+    text = file.read_text().replace("num_train_epochs: 1", "num_train_epochs: 3")
+    file.write_text(text)
+    return file
+
+
+def end_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict], dict[str, str]]:
+    """(weights of all agents, metrics without times, pairs and samples)"""
+    from safetensors.torch import load_file
+
+    run = folder / "run"
+    weights = {}
+    for agent in ("agent_0", "agent_1"):
+        weights |= {f"{agent}.{n}": t for n, t in load_file(run / "final" / agent / "model.safetensors").items()}
+    timed = ("time", "seconds", "_s", "overlap", "bytes")
+    rows = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = {k: v for k, v in json.loads(line).items() if not any(part in k for part in timed)}
+        # Syncs depend on what engines held when the run was started.
+        rows += [row] if len(row) > 2 else []
+    files = [*run.glob("samples/*.json"), run / "preference_replay" / "iteration_0001.json"]
+    return weights, rows, {f.name: f.read_text() for f in files}
+
+
+def journal(folder: Path) -> Counter:
+    lines = [json.loads(x) for x in (folder / "run/preference_replay/journal.jsonl").read_text().splitlines()]
+    keys = ("kind", "stream", "round", "item", "agent", "candidate")
+    return Counter(tuple(x.get(k) for k in keys) for x in lines)
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    (weights, rows, files), (others, other_rows, other_files) = end_state(one), end_state(other)
+    assert weights.keys() == others.keys() and all(torch.equal(weights[n], others[n]) for n in weights)
+    assert files == other_files
+    assert rows == other_rows
+    # Every completion and score once: nothing was sampled, or scored, again.
+    assert journal(one) == journal(other) and set(journal(other).values()) == {1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, tiny_model, root):
+    """The uninterrupted run, by number of ranks."""
+    made: dict[int, Path] = {}
+
+    def get(ranks: int) -> Path:
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"whole{ranks}")
+            done = start(made[ranks], prepared(made[ranks], tiny_model, ranks), ranks, root)
+            assert done.returncode == 0, done.stderr[-3000:]
+        return made[ranks]
+
+    return get
+
+
+@pytest.mark.parametrize("kill", KILLS)
+def test_a_killed_process_goes_on(whole, tmp_path, tiny_model, root, kill):
+    file = prepared(tmp_path, tiny_model, 1)
+    assert start(tmp_path, file, 1, root, kill).returncode == -9
+    done = start(tmp_path, file, 1, root)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("going on from update" in done.stdout) == (kill == "updating:5")
+    assert "going on" in done.stdout
+    assert_same_end(whole(1), tmp_path)
+    assert "this run is complete" in start(tmp_path, file, 1, root).stdout
+
+
+def test_three_ranks_go_on_after_every_kill(whole, tmp_path, tiny_model, root):
+    """One run that is killed twice: while it collects, and within the second epoch."""
+    file = prepared(tmp_path, tiny_model, 3)
+    for kill in (KILLS[0], KILLS[2]):
+        assert start(tmp_path, file, 3, root, kill).returncode != 0
+    done = start(tmp_path, file, 3, root)
+    assert done.returncode == 0 and "going on from update 3 of 9" in done.stdout, done.stdout + done.stderr
+    assert_same_end(whole(3), tmp_path)
+
+
+def test_checkpoints_that_are_damaged_or_of_another_placement(whole, tmp_path, tiny_model, root):
+    """CASES 25: auto takes the older one and says so; naming the damaged one is one clear line."""
+    file = prepared(tmp_path, tiny_model, 1)
+    assert start(tmp_path, file, 1, root, "updating:8").returncode == -9
+    newest = tmp_path / "run" / "checkpoints" / "checkpoint-000006"
+    largest = max((f for f in newest.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    named = start(tmp_path, file, 1, root, "", "--resume", str(newest))
+    lines = [line for line in named.stderr.splitlines() if "damaged" in line]
+    assert named.returncode == 2 and len(lines) == 1 and largest.name in lines[0] and "Traceback" not in named.stderr
+    refused = start(tmp_path, file, 1, root, "", "--resume", "never")
+    assert refused.returncode == 2 and "already holds a run" in refused.stderr
+    other = start(tmp_path, file, 1, root, "", "deepspeed=zero3.json")
+    assert other.returncode == 2 and "deepspeed" in other.stderr
+    done = start(tmp_path, file, 1, root)
+    assert done.returncode == 0, done.stderr
+    assert "skipped: " in done.stdout and "checkpoint-000006 is damaged" in done.stdout
+    assert "going on from update 3 of 9" in done.stdout
+    assert_same_end(whole(1), tmp_path)
