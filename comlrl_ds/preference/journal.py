@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,12 +39,15 @@ class Journal:
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(file)
+        self._lock = threading.Lock()
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, kind: str, **fields: Any) -> None:
         """One line, handed to the system at once: a killed process loses nothing."""
-        self._file.write(json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False) + "\n"
+        with self._lock:  # answers of an API come in a thread of their own
+            self._file.write(line)
+            self._file.flush()
 
     def sync(self) -> None:
         self._file.flush()
