@@ -103,7 +103,10 @@ class Cluster:
         Raises:
             ConfigError: other groups than before.
         """
-        if self.layout is not None and dict(self.layout.groups) != dict(layout.groups):
+        before = self.layout
+        # A group without roles makes no torch.distributed world, and later it is too late for one.
+        new = _hosting(layout) - _hosting(before) if before and self.device else set()
+        if before is not None and (dict(before.groups) != dict(layout.groups) or new):
             message = "other device groups than an earlier trainer of this process; start another process for it"
             raise ConfigError(Problem("placement.groups", message))
         if self._main:
@@ -345,6 +348,11 @@ def one_line(error: BaseException) -> str:
         return "; ".join(map(str, error.problems))
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _hosting(layout: Layout) -> set[str]:
+    """The groups that roles work on."""
+    return {place.group for place in layout.roles.values()}
 
 
 def _nothing() -> None:
