@@ -168,8 +168,8 @@ def _check_overlap(groups: Groups, found: Findings) -> None:
             if set(groups[name]) == set(groups[other]):
                 message = f"has the same ranks as {other!r}; keep one group and give it to the roles of both: they take turns"
             else:
-                verb = "is" if len(common) == 1 else "are"
-                message = f"{counted(common)} {verb} in {other!r} too; groups must not overlap: take out of one of the two"
+                verb, them = ("is", "it") if len(common) == 1 else ("are", "them")
+                message = f"{counted(common)} {verb} in {other!r} too; groups must not overlap: leave {them} to one of the two"
             found.add(f"placement.groups.{name}", message)
 
 

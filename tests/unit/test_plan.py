@@ -179,7 +179,7 @@ args: {agent_devices: [right, auto]}
         planned(tmp_path, TEAM % ("x-1B", "x-1B") + text)
     found = {p.path: p.message for p in caught.value.problems}
     assert found == {
-        "placement.groups.right": "rank 1 is in 'left' too; groups must not overlap: take out of one of the two",
+        "placement.groups.right": "rank 1 is in 'left' too; groups must not overlap: leave it to one of the two",
         "placement.roles.actor.1": "no group; write actor.1: {group: …} with one of left, right, samplers",
         "placement.roles.rollout.tensor_parallel": "2 does not divide the 3 ranks of the group 'samplers'; write one of 1, 3",
         "args.agent_devices.0": "'right' contradicts placement.roles, where actor.0 has the group 'left'; keep one",
