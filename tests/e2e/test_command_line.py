@@ -128,11 +128,17 @@ def test_the_same_run_again_gives_the_same_weights_and_evaluation_changes_nothin
     assert not any("eval/n" in r for r in metrics(tmp_path))
 
 
-def test_a_folder_with_a_run_is_refused(trained):
+def test_a_folder_with_a_run_is_gone_on_with_or_refused(trained):
     folder, file, _ = trained
-    done = run("train", str(file), cwd=folder)
-    assert done.returncode == 2
-    assert "run.dir" in done.stderr and "already holds a run" in done.stderr
+    before = weights(folder / "run" / "final" / "agent_0")
+    again = run("train", str(file), cwd=folder)
+    assert again.returncode == 0 and "this run is complete" in again.stdout, again.stderr
+    refused = run("train", str(file), "--resume", "never", cwd=folder)
+    assert refused.returncode == 2 and "already holds a run" in refused.stderr
+    other = run("train", str(file), "args.dpo_beta=0.3", cwd=folder)
+    assert other.returncode == 2 and "args.dpo_beta: is 0.3, but 0.1 in" in other.stderr
+    after = weights(folder / "run" / "final" / "agent_0")
+    assert all(torch.equal(before[n], after[n]) for n in before)
 
 
 def test_plan_shows_the_run_and_loads_nothing(trained, tmp_path):
