@@ -1,4 +1,4 @@
-"""Framed messages over TCP between the ranks of a launch.
+"""Framed messages between the processes of a run: over TCP between ranks, and over sockets to engine children.
 
 What the main rank receives is JSON, plain types only: the port is open to whoever reaches it. Only what it sends, over
 connections that the others made to it, may carry Python objects.
@@ -65,6 +65,7 @@ def _framed(peer: socket.socket) -> Connection:
 
 
 def tell(connection: Connection, message: Any) -> None:
+    """Plain types only. Pickle would quietly pass a stray tensor by file descriptor, and fail far from the cause."""
     connection.send_bytes(json.dumps(message, separators=(",", ":")).encode())
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -62,7 +63,7 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-class Watch:
+class Watch(ABC):
     """What both sides share: the thread, the stall limit, and signals that end a process explained."""
 
     def __init__(self) -> None:
@@ -102,8 +103,9 @@ class Watch:
             ready.remove(self._wake)
         return [c for c in ready if isinstance(c, Connection)]
 
+    @abstractmethod
     def _loop(self) -> None:
-        raise NotImplementedError
+        """What the thread does."""
 
 
 @dataclass

@@ -83,3 +83,8 @@ def _load_file(name: str, path: str, base: Path) -> ModuleType:
         del sys.modules[key]
         raise ConfigError(Problem(path, f"running {str(file)!r} failed: {type(error).__name__}: {error}")) from error
     return module
+
+
+def is_path(model: str) -> bool:
+    """Whether a model's name can only be a folder's; one with at most one slash may be a repository."""
+    return model.count("/") > 1 or model.startswith((".", "/", "~"))

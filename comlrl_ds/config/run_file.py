@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
 from comlrl_ds.config.placement import PlacementConfig
-from comlrl_ds.config.references import beside, references, resolve
+from comlrl_ds.config.references import beside, is_path, references, resolve
 
 TRAINERS: dict[str, type[Settings]] = {"madpo": MADPOConfig}
 
@@ -190,11 +190,6 @@ def _problems_outside(data: dict[str, Any], base: Path) -> list[Problem]:
     if isinstance(deepspeed, str) and not any((folder / deepspeed).is_file() for folder in (Path.cwd(), base)):
         found.add("deepspeed", f"no file {deepspeed!r}")
     return found.problems
-
-
-def is_path(model: str) -> bool:
-    """Whether a model's name can only be a folder's; one with at most one slash may be a repository."""
-    return model.count("/") > 1 or model.startswith((".", "/", "~"))
 
 
 def _problems_in_args(data: dict[str, Any]) -> list[Problem]:

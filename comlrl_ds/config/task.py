@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,14 @@ def load_task(task: TaskSection, base: Path) -> LoadedTask:
     if train is not None and task.train_limit is not None:
         train = [train[k] for k in range(min(task.train_limit, len(train)))]
     return LoadedTask(train, held_out, read["task.reward_func"], read.get("task.reward_processor"), formatters)
+
+
+def check_tasks(dataset: Sequence[Any], path: str) -> None:
+    """Raises ConfigError where a dataset has no task, or its tasks are no mappings."""
+    if not len(dataset):
+        raise ConfigError(Problem(path, "has no task"))
+    if not isinstance(dataset[0], Mapping):
+        raise ConfigError(Problem(path, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
 
 
 def as_sequence(dataset: Any, path: str) -> Sequence[Any] | None:

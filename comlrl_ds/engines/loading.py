@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.references import is_path
 
 
 def local_folder(source: str, path: str) -> str:
@@ -24,7 +25,7 @@ def local_folder(source: str, path: str) -> str:
         if not list(folder.glob("*.safetensors")):
             raise ConfigError(Problem(path, f"{source!r} has no *.safetensors file; save the model with save_pretrained"))
         return str(folder.resolve())
-    if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+    if is_path(source):
         raise ConfigError(Problem(path, f"no folder {source!r}"))
     from huggingface_hub import snapshot_download
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from comlrl_ds.config.references import is_path
+
 TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # (parameters, hidden units, layers) of well-known dense models, for a model of which only the name is known.
 USUAL = [
@@ -130,7 +132,7 @@ def _count_in_header(file: Path) -> int:
 
 def _cached(repository: str) -> Path | None:
     """Folder of a repository in the hub's cache, if it was ever downloaded; asks no network."""
-    if repository.count("/") > 1 or repository.startswith((".", "/", "~")):
+    if is_path(repository):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
-from comlrl_ds.config.references import beside
-from comlrl_ds.config.run_file import RunFile, is_path
-from comlrl_ds.config.task import LoadedTask, load_task
+from comlrl_ds.config.references import beside, is_path
+from comlrl_ds.config.run_file import RunFile
+from comlrl_ds.config.task import LoadedTask, check_tasks, load_task
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import PromptError, check_formatters, formatted
 from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
@@ -76,10 +76,7 @@ def _check_folder(folder: Path, named: str, path: str) -> None:
 
 
 def _check_first_task(dataset: Sequence[Any], name: str, formatters: Sequence[Any], folders: Sequence[Path]) -> None:
-    if not len(dataset):
-        raise ConfigError(Problem(name, "has no task"))
-    if not isinstance(dataset[0], Mapping):
-        raise ConfigError(Problem(name, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
+    check_tasks(dataset, name)
     for agent, (formatter, folder) in enumerate(zip(formatters, folders)):
         try:
             prompt = formatted(formatter, dataset[0], f"task 0, agent {agent}")

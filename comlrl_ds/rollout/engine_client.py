@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from comlrl_ds.cluster.channel import hear, tell
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
 from comlrl_ds.rollout.host_sender import HostSender, Manifest, WeightClient, changed_share
-from comlrl_ds.rollout.wire import hear, tell
 
 
 class WeightCalls:
@@ -177,10 +177,3 @@ class VLLMRollout(EngineClient):
         if self.child:
             self.child.shutdown()
         self.close_sender()
-
-
-def start_here(settings: Mapping[str, Any], environment: Mapping[str, str], **options: Any) -> VLLMRollout:
-    """An engine child of this process; `options` are `EngineProcess`'s, and timeout_s."""
-    timeout_s = options.pop("timeout_s", 600)
-    verify = bool(options.get("probe"))
-    return VLLMRollout(EngineProcess(settings, environment, **options), timeout_s=timeout_s, verify=verify)

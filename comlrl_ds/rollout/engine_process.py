@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from comlrl_ds.cluster.channel import hear, tell
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.rollout.base import RolloutError
-from comlrl_ds.rollout.wire import hear, tell
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any
 
-from comlrl_ds.rollout.wire import hear, tell
+from comlrl_ds.cluster.channel import hear, tell
 
 
 def die_with_parent(parent: int) -> None:

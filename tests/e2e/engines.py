@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from comlrl_ds.rollout.base import PolicyWeights
-from comlrl_ds.rollout.engine_client import VLLMRollout, start_here
+from comlrl_ds.rollout.engine_client import VLLMRollout
+from comlrl_ds.rollout.engine_process import EngineProcess
 from comlrl_ds.rollout.engine_settings import engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
 
@@ -21,7 +22,8 @@ def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMRollout
         gpu_memory_utilization=0.5,
     )  # fmt: skip
     environment = engine_environment(os.environ, threads=1, devices=[])
-    return start_here(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240, timeout_s=120)
+    child = EngineProcess(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240)
+    return VLLMRollout(child, timeout_s=120, verify=probe)
 
 
 def policy_of(lm, name: str, version: int, source: Path, dtype=None) -> PolicyWeights:

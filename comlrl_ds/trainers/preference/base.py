@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from comlrl_ds.cluster import call, join
+from comlrl_ds.cluster.devices import FIELDS
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.placement import resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
@@ -38,7 +39,6 @@ from comlrl_ds.trainers.preference.team import (
     wandb_output,
 )
 
-DEVICE_FIELDS = ("agent_devices", "critic_devices", "reference_devices", "reward_model_device", "comparator_devices")
 GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
 
 
@@ -230,7 +230,7 @@ class PreferenceTrainer:
 
     # --- parts
     def _layout(self) -> Layout:
-        devices = {name: getattr(self.args, name, None) for name in DEVICE_FIELDS}
+        devices = {name: getattr(self.args, name, None) for name in FIELDS}
         roles = [actor_role(i) for i in range(self.args.num_agents)]
         return resolve_placement(
             self.placement, self.cluster.slots(), agents=self.args.num_agents, roles=roles, devices=devices,

@@ -12,6 +12,7 @@ from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.config.task import check_tasks
 from comlrl_ds.preference.collection import Team
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import Formatter, PromptBuilder, PromptError, check_formatters
@@ -84,10 +85,7 @@ class TeamSetup:
 
     def try_first_prompt(self, dataset: Sequence[Mapping[str, Any]], name: str) -> None:
         """Formats the first task, so that a formatter or template that cannot work ends the run here."""
-        if not len(dataset):
-            raise ConfigError(Problem(name, "has no task"))
-        if not isinstance(dataset[0], Mapping):
-            raise ConfigError(Problem(name, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
+        check_tasks(dataset, name)
         try:
             PromptBuilder(self.team.tokenizers, self.formatters, [1 << 60] * self.team.size).build(dataset, [0])
         except PromptError as error:
