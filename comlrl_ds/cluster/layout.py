@@ -46,12 +46,14 @@ class EnginePlace:
     Attributes:
         index: its number. ranks: those whose devices it computes on; the first starts it.
         group: their group. serves: agents whose weights it takes; None: any.
+        comparator: it serves comparators alone.
     """
 
     index: int
     ranks: tuple[int, ...]
     group: str
     serves: tuple[int, ...] | None = None
+    comparator: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class Layout:
     def ranks_of(self, role: str) -> tuple[int, ...]:
         """The ranks that host a role, its lead first."""
         return self.groups[self.roles[role].group]
+
+    @property
+    def comparator_groups(self) -> tuple[str, ...]:
+        """The groups that the comparators have been given; none: they sample where the agents do."""
+        return tuple(dict.fromkeys(p.group for role, p in self.roles.items() if role.partition(".")[0] == "comparator"))
 
     def host(self, rank: int) -> str:
         return self.slots[rank].host

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from comlrl_ds.cluster.devices import (
+    UNSET,
     Values,
     Wish,
     base_of,
@@ -76,6 +77,16 @@ def section_of(config: PlacementConfig, role: str) -> tuple[str, RoleSection] | 
         if name in config.roles:
             return name, config.roles[name]
     return None
+
+
+def comparator_roles(config: PlacementConfig | None, devices: object, agents: int) -> list[str]:
+    """Names of the comparators that a placement or `comparator_devices` gives a place of their own; else none."""
+    if config and (placed := [name for name in config.roles if base_of(name) == "comparator"]):
+        return placed
+    listed = devices if isinstance(devices, list) else [devices]
+    if all(value in UNSET for value in listed):
+        return []
+    return [f"comparator.{i}" for i in range(agents)] if len(set(map(str, listed))) > 1 else ["comparator"]
 
 
 def deepspeed_of(config: PlacementConfig | None, role: str) -> tuple[str, object] | None:

@@ -12,7 +12,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
-def _lowered(aliases: dict[str, str]) -> BeforeValidator:
+def lowered(aliases: dict[str, str]) -> BeforeValidator:
     """Case and blanks do not matter, and each name may have others."""
 
     def read(value: Any) -> Any:
@@ -33,7 +33,7 @@ class MADPOConfig(Settings):
     preference_pairs_per_sample: Positive | None = Field(
         16, description="Pairs kept per task; None keeps all. Must be None with pair_selection 'all'."
     )
-    pair_selection: Annotated[Literal["reward_gap", "all", "random"], _lowered({})] = Field(
+    pair_selection: Annotated[Literal["reward_gap", "all", "random"], lowered({})] = Field(
         "reward_gap", description="reward_gap: the largest score differences first; random: drawn; all: every pair."
     )
     max_new_tokens: Positive | list[Positive] = Field(
@@ -43,10 +43,12 @@ class MADPOConfig(Settings):
     top_p: float = Field(0.6, gt=0, le=1, description="Nucleus of the sampled distribution; 1 is off, and faster on a CPU.")
     top_k: Positive | None = Field(50, description="Tokens that may be sampled; None is off.")
     num_turns: int = Field(1, description="Must be 1: preference training has one turn.")
-    joint_mode: Annotated[Literal["aligned"], _lowered({"align": "aligned"})] = Field(
+    joint_mode: Annotated[Literal["aligned"], lowered({"align": "aligned"})] = Field(
         "aligned", description="Responses with the same candidate index form a joint response."
     )
-    collaboration_mode: Literal["decentralized"] = Field("decentralized", description="One actor per agent.")
+    collaboration_mode: Literal["decentralized", "centralized"] = Field(
+        "decentralized", description="decentralized: one actor per agent; centralized: one actor writes every role."
+    )
     overlong_prompt: Literal["error", "drop", "truncate_left"] = Field(
         "error",
         description="A prompt that leaves no room for its completion: end, drop the task, or cut its start (addition).",
@@ -83,9 +85,12 @@ class MADPOConfig(Settings):
     logprob_chunk: Positive = Field(512, description="Tokens that reach the vocabulary at once (addition).")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward (addition).")
     score_last_token: bool | None = Field(
-        None, description="Whether a completion's last token counts; None is the page's rule: no (addition)."
+        None, description="Whether a completion's last token counts; None is the page's rule: only centralised (addition)."
     )
     disable_dropout: bool = Field(True, description="Dropout off while log-probs are computed (addition).")
+    train_agents: list[NonNegative] | None = Field(
+        None, description="Agents that learn; the others stay as they are. None: all (addition)."
+    )
     max_nonfinite_steps: Positive = Field(
         3, description="Steps skipped for a non-finite loss or gradient before the run ends (addition)."
     )
@@ -103,7 +108,7 @@ class MADPOConfig(Settings):
     environment_steps_per_pair: Positive = Field(2, description="Environment steps per trained pair.")
 
     # --- fields of the page without effect at one turn, in one process, or for MADPO
-    parallel_training: Annotated[Literal["none", "mp"], _lowered({"null": "none"})] = Field(
+    parallel_training: Annotated[Literal["none", "mp"], lowered({"null": "none"})] = Field(
         "none", description="Accepted for compatibility: placement decides what runs side by side."
     )
     agent_devices: str | list[str] | None = Field(None, description="Devices of the actors: 'cpu', 'cuda:0', 'auto' or a list.")
@@ -134,15 +139,36 @@ class MADPOConfig(Settings):
         if self.pair_selection == "all" and self.preference_pairs_per_sample is not None:
             message = f"{self.preference_pairs_per_sample} contradicts pair_selection 'all'; write null"
             problems.append(Problem("preference_pairs_per_sample", message))
+        actors = self.num_actors
         for name in ("max_new_tokens", "agent_devices", "reference_devices"):
             value = getattr(self, name)
-            allowed = (self.num_agents,) if name == "max_new_tokens" else (1, self.num_agents)
+            allowed = (actors,) if name == "max_new_tokens" else (1, actors)
             if isinstance(value, list) and len(value) not in allowed:
-                message = f"a list of {len(value)} for {self.num_agents} agents; write one value or {self.num_agents}"
-                problems.append(Problem(name, message))
+                one = "the one actor of collaboration_mode 'centralized'" if self.centralized else f"{actors} agents"
+                problems.append(Problem(name, f"a list of {len(value)} for {one}; write one value or {actors}"))
+        if self.train_agents is not None:
+            if not self.train_agents:
+                problems.append(Problem("train_agents", "empty: nobody would learn; list some agents, or write null for all"))
+            elif max(self.train_agents) >= actors:
+                message = f"{self.train_agents}: the agents are 0 to {actors - 1}"
+                problems.append(Problem("train_agents", message))
         if problems:
             raise ConfigError(problems)
         return self
+
+    @property
+    def centralized(self) -> bool:
+        """Whether one actor writes every role."""
+        return self.collaboration_mode == "centralized"
+
+    @property
+    def num_actors(self) -> int:
+        """Policies that are trained: one per agent, or one for all roles."""
+        return 1 if self.centralized else self.num_agents
+
+    def learns(self, actor: int) -> bool:
+        """Whether an actor is trained."""
+        return self.train_agents is None or actor in self.train_agents
 
     @property
     def batch_size(self) -> int:
@@ -151,11 +177,11 @@ class MADPOConfig(Settings):
 
     @property
     def token_limits(self) -> list[int]:
-        """Longest completion of each agent, in tokens."""
+        """Longest completion of each actor, in tokens."""
         limit = self.max_new_tokens
-        return list(limit) if isinstance(limit, list) else [limit] * self.num_agents
+        return list(limit) if isinstance(limit, list) else [limit] * self.num_actors
 
     @property
     def scores_last_token(self) -> bool:
-        """The page's decentralised scorer leaves the last completion token out."""
-        return bool(self.score_last_token)
+        """The page's decentralised scorer leaves the last completion token out, its centralised one counts every token."""
+        return self.centralized if self.score_last_token is None else self.score_last_token

@@ -39,7 +39,7 @@ def resolve(reference: str, path: str, base: Path) -> Any:
 def references(task: Any) -> list[tuple[str, str]]:
     """(path, reference) of every Python object that the section `task` of a run file names, however broken the rest is."""
     found: list[tuple[str, str]] = []
-    for name in ("dataset", "eval_dataset", "reward_func", "reward_processor", "formatters"):
+    for name in ("dataset", "eval_dataset", "reward_func", "reward_processor", "formatters", "centralized_comparator_adapter"):
         value = task.get(name) if isinstance(task, dict) else None
         if isinstance(value, list):
             found += [(f"task.{name}.{i}", part) for i, part in enumerate(value) if isinstance(part, str)]

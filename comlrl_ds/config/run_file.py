@@ -13,11 +13,12 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
+from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside, is_path, references, resolve
 
-TRAINERS: dict[str, type[Settings]] = {"madpo": MADPOConfig}
+TRAINERS: dict[str, type[MADPOConfig]] = {"madpo": MADPOConfig, "madpo_iter": MADPOIterConfig}
 
 
 class AgentSection(Settings):
@@ -27,7 +28,7 @@ class AgentSection(Settings):
 
 
 class TaskSection(Settings):
-    """Where tasks and scores come from; every value but the limits is 'package.module:attribute' or 'file.py:attribute'."""
+    """Where tasks and scores come from; every value but the limit is 'package.module:attribute' or 'file.py:attribute'."""
 
     dataset: str = Field(description="Training tasks: a sequence of mappings, or a callable that returns one.")
     eval_dataset: str | None = Field(None, description="Tasks for evaluation.")
@@ -35,6 +36,9 @@ class TaskSection(Settings):
     reward_processor: str | None = Field(None, description="Maps each score.")
     formatters: str | list[str] | None = Field(
         None, description="One for all agents, or one per agent; a name may point to a list."
+    )
+    centralized_comparator_adapter: str | None = Field(
+        None, description="Joins role prompts and takes joint answers apart: an object or a class; None: by tags."
     )
     train_limit: Positive | None = Field(None, description="Use only the first so many training tasks.")
 
@@ -91,10 +95,10 @@ class RunSection(Settings):
 class RunFile(Settings):
     """A whole run file."""
 
-    trainer: Literal["madpo"] = Field(description="The algorithm.")
+    trainer: Literal["madpo", "madpo_iter"] = Field(description="The algorithm.")
     agents: list[AgentSection] = Field(min_length=1, description="The team, in order.")
     task: TaskSection
-    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the trainer.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Settings of the trainer.", repr=False)  # may hold a key
     deepspeed: str | dict[str, Any] | None = Field(None, description="A DeepSpeed JSON file or its content, for every actor.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="Compute type of the actors; masters are fp32 always."
@@ -117,7 +121,12 @@ class RunFile(Settings):
     @property
     def trainer_config(self) -> Any:
         """`args` as the trainer's settings; `num_agents` follows from `agents`."""
-        return TRAINERS[self.trainer](**{"num_agents": len(self.agents)} | self.args)
+        return TRAINERS[self.trainer](**_with_team_size(self.args, len(self.agents)))
+
+
+def _with_team_size(args: dict[str, Any], agents: int) -> dict[str, Any]:
+    """`num_agents` follows from `agents`, but where one actor writes every role."""
+    return args if args.get("collaboration_mode") == "centralized" else {"num_agents": agents} | args
 
 
 class _Loader(yaml.SafeLoader):
@@ -200,10 +209,13 @@ def _problems_in_args(data: dict[str, Any]) -> list[Problem]:
     if odd := [name for name in args if not isinstance(name, str)]:
         return [Problem(f"args.{odd[0]}", f"{odd[0]!r} is no name of a setting")]
     count = len(agents) if isinstance(agents, list) and agents else args.get("num_agents", 2)
-    if args.get("num_agents", count) != count:
+    if args.get("collaboration_mode") == "centralized":
+        if count != 1:
+            return [Problem("agents", f"{count} entries, but in collaboration_mode 'centralized' one actor writes every role")]
+    elif args.get("num_agents", count) != count:
         return [Problem("args.num_agents", f"{args['num_agents']} contradicts the {count} entries of agents; leave it out")]
     try:
-        TRAINERS[kind](**{"num_agents": count} | args)
+        TRAINERS[kind](**_with_team_size(args, count))
     except ConfigError as error:
         return error.under("args").problems
     return []

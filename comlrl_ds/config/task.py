@@ -22,6 +22,7 @@ class LoadedTask:
     reward_func: Any
     reward_processor: Any
     formatters: Any
+    adapter: Any = None
 
 
 def load_task(task: TaskSection, base: Path) -> LoadedTask:
@@ -48,7 +49,9 @@ def load_task(task: TaskSection, base: Path) -> LoadedTask:
     found.raise_any()
     if train is not None and task.train_limit is not None:
         train = [train[k] for k in range(min(task.train_limit, len(train)))]
-    return LoadedTask(train, held_out, read["task.reward_func"], read.get("task.reward_processor"), formatters)
+    adapter = read.get("task.centralized_comparator_adapter")
+    adapter = adapter() if isinstance(adapter, type) else adapter
+    return LoadedTask(train, held_out, read["task.reward_func"], read.get("task.reward_processor"), formatters, adapter)
 
 
 def check_tasks(dataset: Sequence[Any], path: str) -> None:

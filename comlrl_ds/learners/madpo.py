@@ -73,6 +73,7 @@ class MadpoLearner:
         max_tokens: padded tokens of one rank's forward, for the worst agent. max_pairs: bound on a micro-step's pairs.
         margin_pass: "auto" | "one_forward" | "two_pass".
         graph_share: share of the free memory that open graphs may take under "auto".
+        frozen: agents (by index) that score and never learn.
     """
 
     cluster: Cluster
@@ -83,6 +84,7 @@ class MadpoLearner:
     max_pairs: int | None = None
     margin_pass: str = "auto"
     graph_share: float = 0.8
+    frozen: frozenset[int] = frozenset()
     _budgets: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,7 +115,7 @@ class MadpoLearner:
                 if not torch.isfinite(scores[:, micro]).all():
                     break
                 weights = self._weights(micro, scores)
-                self._all([call(PolicyEngine.backward, weights)] * len(self.actors))
+                self._learners([call(PolicyEngine.backward, weights)] * len(self.actors))
         terms = self._terms(scores)
         rates = self._all([call(PolicyEngine.learning_rate)] * len(self.actors))
         norms, culprit = self._finish(scores)
@@ -129,6 +131,12 @@ class MadpoLearner:
         results = self.cluster.run(dict(zip(self.actors, calls)))
         return [results[role] for role in self.actors]
 
+    def _learners(self, calls: Sequence[Any]) -> dict[int, Any]:
+        """The same for those that learn; results by agent."""
+        agents = {role: i for i, role in enumerate(self.actors) if i not in self.frozen}
+        results = self.cluster.run({role: calls[i] for role, i in agents.items()})
+        return {i: results[role] for role, i in agents.items()}
+
     def _terms(self, scores: Tensor) -> MadpoTerms:
         return madpo_terms(scores[..., 0] - scores[..., 1], self.eta)
 
@@ -143,7 +151,10 @@ class MadpoLearner:
         With `grad` every actor's graph stays open for its backward.
         """
         parts = [[batch[k][agent] for k in micro] for agent in range(len(self.actors))]
-        results = self._all([call(PolicyEngine.score_pairs, part, self.score_last_token, grad) for part in parts])
+        open_graphs = [grad and agent not in self.frozen for agent in range(len(self.actors))]
+        results = self._all(
+            [call(PolicyEngine.score_pairs, part, self.score_last_token, g) for part, g in zip(parts, open_graphs)]
+        )
         for agent, (numbers, _) in enumerate(results):
             scores[agent, micro] = torch.tensor(numbers, dtype=torch.float64)
         return sum(tokens for _, tokens in results)
@@ -152,7 +163,8 @@ class MadpoLearner:
         """Second pass: the margins are known, so each actor scores and learns in one go, one graph at a time."""
         weights = self._weights(micro, scores)
         parts = [[batch[k][agent] for k in micro] for agent in range(len(self.actors))]
-        return sum(self._all([call(PolicyEngine.learn_pairs, part, self.score_last_token, weights) for part in parts]))
+        calls = [call(PolicyEngine.learn_pairs, part, self.score_last_token, weights) for part in parts]
+        return sum(self._learners(calls).values())
 
     def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
         """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
@@ -160,10 +172,11 @@ class MadpoLearner:
         culprit: tuple[int, int | None] | None = (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
         norms = [math.inf] * len(self.actors)
         if culprit is None:
-            norms = self._all([call(PolicyEngine.gradient_norm)] * len(self.actors))
+            found = self._learners([call(PolicyEngine.gradient_norm)] * len(self.actors))
+            norms = [found.get(i, 0.0) for i in range(len(self.actors))]
             broken = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
             culprit = (broken[0], None) if broken else None
-        self._all([call(PolicyEngine.step if culprit is None else PolicyEngine.discard)] * len(self.actors))
+        self._learners([call(PolicyEngine.step if culprit is None else PolicyEngine.discard)] * len(self.actors))
         return norms, culprit
 
     def _rows_per_pair(self) -> int:

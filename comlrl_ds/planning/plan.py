@@ -23,7 +23,7 @@ from comlrl_ds.cluster.devices import FIELDS, base_of, index_of
 from comlrl_ds.cluster.engine_places import edges
 from comlrl_ds.cluster.hostfile import LOCAL, slots_of_hostfile, slots_of_one_host
 from comlrl_ds.cluster.layout import EnginePlace, Layout, Slot
-from comlrl_ds.cluster.placement import deepspeed_of, resolve_placement, section_of
+from comlrl_ds.cluster.placement import comparator_roles, deepspeed_of, resolve_placement, section_of
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside
@@ -37,7 +37,7 @@ from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.start import engine_places
 
 # Roles of each trainer besides rollout; those of PER_AGENT exist once for each agent.
-ROLES = {"madpo": ("actor",)}
+ROLES = {"madpo": ("actor",), "madpo_iter": ("actor",)}
 PER_AGENT = ("actor", "reference")
 FROZEN = ("reference", "comparator")
 # Of a launch that only the placement tells of; more is a slip of the pen.
@@ -65,6 +65,7 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
         ConfigError: with every problem of the placement and of the DeepSpeed files.
     """
     found, args, team = Findings(), run_file.trainer_config, len(run_file.agents)
+    others = comparator_roles(run_file.placement, getattr(args, "comparator_devices", None), team)
     slots = found.of(partial(_slots, run_file.placement, hostfile, devices))
     machine = found.of(partial(_machine, slots or [], hostfile is not None, devices))
     roles = needed_roles(run_file.trainer, team)
@@ -72,12 +73,15 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     # Without ranks or devices every role would be wrong, and none by the user's mistake.
     if slots and machine:
         fields = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
-        resolve = partial(resolve_placement, run_file.placement, slots, agents=team, roles=roles, devices=fields)
+        resolve = partial(resolve_placement, run_file.placement, slots, agents=team, roles=[*roles, *others], devices=fields)
         layout = found.of(partial(resolve, device_kind=machine.kind))
     engines: list[EnginePlace] | None = None
     if layout and machine:
         sources = [beside(a.model, base) for a in run_file.agents]
-        engines = found.of(partial(engine_places, run_file.rollout, layout, sources, machine.kind))
+        policy = getattr(args, "comparator_policy", "current")
+        engines = found.of(
+            partial(engine_places, run_file.rollout, layout, sources, machine.kind, swaps=policy in ("history", "model"))
+        )
     plans: dict[str, EnginePlan] = {}
     for role in roles:
         size = len(layout.ranks_of(role)) if layout else _written_size(run_file.placement, role)
@@ -118,7 +122,8 @@ def make_plan(
     sources = [beside(a.model, base) for a in run_file.agents]
     sizes = {s: shape_of_model(s) for s in dict.fromkeys(sources)}
     models = [sizes[s] for s in sources]
-    rows = tuple(_role_row(run_file, layout, role, plans[role], models) for role in layout.roles)
+    # Comparators are rollout engines: their memory stands there.
+    rows = tuple(_role_row(run_file, layout, role, plans[role], models) for role in layout.roles if role in plans)
     dtypes = [r.dtype for r in rows if base_of(r.role) == "actor"]
     engine_dtype = run_file.rollout.dtype if run_file.rollout.dtype != "auto" else dtypes[0]
     memory, ranks = [], {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.references import beside, is_path
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.config.task import LoadedTask, check_tasks, load_task
@@ -26,27 +27,41 @@ def check_task(run_file: RunFile, base: Path) -> dict[str, str]:
     Raises:
         ConfigError: with every problem.
     """
-    found, team = Findings(), len(run_file.agents)
+    found, args = Findings(), run_file.trainer_config
+    team = args.num_agents
     task = found.of(partial(load_task, run_file.task, base))
     if run_file.rollout.backend == "vllm" and not vllm_is_installed():
         found.add("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers")
     folders = [Path(beside(a.model, base)).expanduser() for a in run_file.agents]
     for i, (folder, agent) in enumerate(zip(folders, run_file.agents)):
         found.of(partial(_check_folder, folder, agent.model, f"agents.{i}.model"))
-    limits = run_file.trainer_config.token_limits
+    limits = args.token_limits
     for i, (folder, new) in enumerate(zip(folders, limits)):
         if (folder / "config.json").is_file() and new >= (room := max_model_len(run_file.rollout, str(folder))):
             message = f"agent {i}: {new} new tokens leave no room for a prompt in {room} tokens (rollout.max_model_len)"
             found.add("args.max_new_tokens", message)
+    if isinstance(args, MADPOIterConfig):
+        _check_comparator(args, base, found)
     if task is not None:
         formatters = found.under("task", partial(check_formatters, task.formatters, team))
         found.under("task", partial(Oracle, task.reward_func, team, task.reward_processor))
         for name, dataset in (("task.dataset", task.train), ("task.eval_dataset", task.held_out)):
             if dataset is not None and formatters:
-                found.of(partial(_check_first_task, dataset, name, formatters, folders))
+                every = folders if len(folders) == team else folders * team  # one actor writes every role
+                found.of(partial(_check_first_task, dataset, name, formatters, every))
     found.raise_any()
     assert task
     return _shown(run_file, task)
+
+
+def _check_comparator(args: MADPOIterConfig, base: Path, found: Findings) -> None:
+    if args.comparator_policy == "api":
+        found.under("args", args.api.check_credential)
+    if args.comparator_policy == "model":
+        name = "comparator_agents" if args.comparator_agents is not None else "comparator_model_name"
+        listed = args.comparator_agents if args.comparator_agents is not None else [args.comparator_model_name]
+        for model in listed:
+            found.of(partial(_check_folder, Path(beside(str(model), base)).expanduser(), str(model), f"args.{name}"))
 
 
 def _shown(run_file: RunFile, task: LoadedTask) -> dict[str, str]:
@@ -62,7 +77,21 @@ def _shown(run_file: RunFile, task: LoadedTask) -> dict[str, str]:
         "tasks": f"{len(task.train)} × {args.preference_num_candidates} candidates; {held} held out",
         "step": f"{args.batch_size} pairs, forwards of up to {args.max_tokens_per_micro_batch} tokens",
         "epochs": str(args.num_train_epochs),
+        **(_rounds(args) if isinstance(args, MADPOIterConfig) else {}),
         "run": f"{run_file.run.dir}, seed {run_file.run.seed}",
+    }
+
+
+def _rounds(args: MADPOIterConfig) -> dict[str, str]:
+    source = {"model": args.comparator_model_name or "comparator_agents", "history": f"{args.history_k} rounds before"}
+    source |= {"api": f"{args.api.format} at {args.api.place}"} if args.comparator_policy == "api" else {}
+    detail = source.get(args.comparator_policy)
+    mode = ", one writes every role" if args.compares_centralized else ""
+    return {
+        "rounds": str(args.num_iterations),
+        "comparator": f"{args.comparator_policy}{f' ({detail})' if detail else ''}{mode},"
+        f" {args.comparator_candidates} candidates",
+        "replay": args.replay.mode,
     }
 
 

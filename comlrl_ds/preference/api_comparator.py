@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
+from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.config.errors import ConfigError, Problem, nearest
 from comlrl_ds.preference.api_formats import APIRequest, format_of
-from comlrl_ds.preference.api_settings import APISettings
 from comlrl_ds.preference.api_transport import Fault, Transport
 from comlrl_ds.rollout.base import Sampling
 

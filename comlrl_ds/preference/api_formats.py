@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from comlrl_ds.preference.api_settings import APISettings
+from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.rollout.base import Sampling
 
 Messages = Sequence[Mapping[str, Any]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from comlrl_ds.preference.api_settings import APISettings, Scrubber
+from comlrl_ds.config.api_settings import APISettings, Scrubber
 
 RETRIED = frozenset({408, 409, 425, 429})
 MAX_REDIRECTS = 3

@@ -1,66 +1,67 @@
-"""Joint responses of the team to tasks, scored by the oracle while the rest is still being sampled."""
+"""Joint responses of the team, and of who it is compared with, scored by the oracle while the rest is still being sampled."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
-from comlrl_ds.maths.seeds import generator_of, seed_of
+from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.journal import Journal, Known
-from comlrl_ds.preference.oracle import INVALID, Oracle, OracleError, Score
+from comlrl_ds.preference.oracle import INVALID, MISSING, Oracle, OracleError, Score
 from comlrl_ds.preference.prompts import JointPrompt
-from comlrl_ds.preference.records import PreferencePair, make_pair
-from comlrl_ds.preference.selection import count_ties, select_pairs
+from comlrl_ds.preference.teams import Read, Team
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, Sampling
 from comlrl_ds.rollout.pool import RolloutPool
 
 REQUESTS_PER_CHUNK = 4096
-
-
-class InvalidScoresError(RuntimeError):
-    """Too large a share of the oracle's scores is NaN or infinite."""
+TARGET, COMPARATOR, EVAL = "target", "comparator", "eval"
 
 
 @dataclass
 class SampledItem:
-    """One task with every agent's candidates: `completions` and `texts` are [agent][candidate], `scores` [candidate]."""
+    """One task with candidates of one side.
+
+    Attributes:
+        completions: [writer][candidate]; empty where answers came as texts.
+        texts: [role][candidate], what the oracle reads. scores: [candidate]; `MISSING` where there is no answer.
+        written: [writer][candidate]; the same as `texts` where each role has its writer.
+    """
 
     joint: JointPrompt
     completions: list[list[Completion]]
     texts: list[list[str]] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
+    written: list[list[str]] = field(default_factory=list)
+    missing: frozenset[int] = frozenset()
+    stream: str = TARGET
 
     @property
     def values(self) -> list[float]:
         return [s.value for s in self.scores]
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(c.ids) for row in self.completions for c in row)
+
+    def take(self, read: Read) -> None:
+        """The candidates as texts."""
+        self.written, self.texts, self.missing = read.written, read.texts, read.missing
+
 
 @dataclass(frozen=True)
-class Team:
-    """What sampling has to know of the agents, one entry each."""
+class Side:
+    """Who answers: the policies' weights by name, their prompts, and the stream that seeds come from.
 
-    tokenizers: Sequence[Any]
-    token_limits: Sequence[int]
-    stop_ids: Sequence[tuple[int, ...]]
+    Streams ("target", "comparator", "eval") never share a seed.
+    """
 
-    @property
-    def size(self) -> int:
-        return len(self.tokenizers)
-
-    def decode(self, completions: Sequence[Sequence[Completion]]) -> list[list[str]]:
-        """Texts of completions, [agent][candidate], without special tokens."""
-        return [
-            [tokenizer.decode(list(c.ids), skip_special_tokens=True) for c in row]
-            for tokenizer, row in zip(self.tokenizers, completions)
-        ]
-
-
-def agent_name(agent: int) -> str:
-    """Name of an agent's policy."""
-    return f"agent_{agent}"
+    team: Team
+    policies: dict[str, PolicyWeights]
+    prompts: Sequence[JointPrompt]
+    candidates: int
+    stream: str
 
 
 class JointSampler:
@@ -86,107 +87,131 @@ class JointSampler:
         round: int, candidates: int, journal: Journal | None = None, progress: Callable[[int, int], None] | None = None,
         known: Known | None = None,
     ) -> list[SampledItem]:  # fmt: skip
-        """Every agent's `candidates` responses to each task, scored; the order of `prompts` is kept.
+        """The team's `candidates` responses to each task, scored; the order of `prompts` is kept. See `sample_sides`."""
+        side = Side(self.team, policies, prompts, candidates, stream)
+        return self.sample_sides([side], sampling, round=round, journal=journal, progress=progress, known=known)[0]
+
+    def sample_sides(
+        self, sides: Sequence[Side], sampling: Sampling, *, round: int, journal: Journal | None = None,
+        progress: Callable[[int, int], None] | None = None, known: Known | None = None,
+        answered: Iterable[SampledItem] = (),
+    ) -> list[list[SampledItem]]:  # fmt: skip
+        """Every side's responses to its prompts, scored; both sides of a chunk of tasks are one submission.
 
         Args:
-            policies: weights by agent name.
-            stream: "target", "comparator" or "eval"; streams never share a seed.
             journal: gets every completion and score as it arrives.
-            progress: told (tasks scored, tokens sampled).
+            progress: told (tasks of one side scored, tokens sampled).
             known: what an interrupted run sampled and scored; it is taken over where its seed is the same.
+            answered: further responses that somebody else gives meanwhile, as texts; they are scored as the others.
+
+        Returns:
+            a list for each side, and a last one of `answered`.
         """
-        walk = _Walk(self, policies, sampling, stream, round, candidates, journal, progress, known or Known())
-        chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // (candidates * self.team.size))
-        done: list[SampledItem] = []
+        walk = _Walk(self, sampling, round, journal, progress, known or Known())
+        requests = max(1, sum(side.candidates * side.team.size for side in sides))
+        chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // requests)
+        done: list[list[SampledItem]] = [[] for _ in sides]
+        others: list[SampledItem] = []
         try:
-            for start in range(0, len(prompts), chunk):
-                done += walk.fill(prompts[start : start + chunk])
+            for start in range(0, max((len(side.prompts) for side in sides), default=0), chunk):
+                parts = walk.fill(sides, slice(start, start + chunk))
+                for whole, part in zip(done, parts):
+                    whole += part
+            for item in answered:
+                others.append(item)
+                walk.score(item)
             walk.take_all()
         finally:
             walk.close()
-        return done
+        return [*done, others]
 
     def score(self, joint: JointPrompt, texts: list[str]) -> Score:
         """One joint response's score, an error as `oracle_on_error` says."""
         try:
-            return self._oracle.score(joint.item, joint.index, [p.text for p in joint.prompts], texts)
+            return self._oracle.score(joint.item, joint.index, joint.role_texts, texts)
         except OracleError:
             if self._on_error == "raise":
                 raise
             self.oracle_errors += 1
             return INVALID
 
-    def requests(self, keys: Sequence[tuple[SampledItem, int, int]], stream: str, round: int) -> list[Request]:
-        """A request, with a seed of its own, for each (task, agent, candidate)."""
-        team = self.team
-        return [
-            Request(
-                agent_name(i), s.joint.prompts[i].ids, team.token_limits[i],
-                seed_of(self._run_seed, stream, round, s.joint.index, i, j), team.stop_ids[i],
-            )
-            for s, i, j in keys
-        ]  # fmt: skip
+    def request(self, side: Side, joint: JointPrompt, round: int, writer: int, candidate: int) -> Request:
+        """What one candidate of a task asks for, with a seed of its own."""
+        team = side.team
+        return Request(
+            team.name(writer), joint.prompts[writer].ids, team.token_limits[writer],
+            seed_of(self._run_seed, side.stream, round, joint.index, writer, candidate), team.stop_ids[writer],
+        )  # fmt: skip
 
 
 class _Walk:
-    """One call of `JointSampler.sample`: what is being sampled, what is being scored, what is on disk."""
+    """One call of `JointSampler.sample_sides`: what is being sampled, what is being scored, what is on disk."""
 
     def __init__(
-        self, sampler: JointSampler, policies: dict[str, PolicyWeights], sampling: Sampling, stream: str, round: int,
-        candidates: int, journal: Journal | None, progress: Callable[[int, int], None] | None, known: Known,
+        self, sampler: JointSampler, sampling: Sampling, round: int, journal: Journal | None,
+        progress: Callable[[int, int], None] | None, known: Known,
     ) -> None:  # fmt: skip
-        self._known = known
-        self._sampler, self._policies, self._sampling = sampler, policies, sampling
-        self._stream, self._round, self._candidates = stream, round, candidates
+        self._known, self._sampler, self._sampling, self._round = known, sampler, sampling, round
         self._journal, self._progress = journal, progress
         self._scorer = ThreadPoolExecutor(1, "oracle")
         self._jobs: dict[Future[None], SampledItem] = {}
         self._failed = False
 
-    def fill(self, prompts: Sequence[JointPrompt]) -> list[SampledItem]:
+    def fill(self, sides: Sequence[Side], chunk: slice) -> list[list[SampledItem]]:
         """Samples one chunk; each task goes to the scorer as soon as its last completion is there."""
-        size, sampler = self._sampler.team.size, self._sampler
-        part = [SampledItem(joint, [[None] * self._candidates for _ in range(size)]) for joint in prompts]  # type: ignore[list-item]
-        keys = [(s, i, j) for s in part for i in range(size) for j in range(self._candidates)]
-        requests = sampler.requests(keys, self._stream, self._round)
-        missing = {id(s): self._candidates * size for s in part}
-        for k in self._take_known(keys, requests):
-            self._place(keys[k], missing)
-        left = [k for k, (s, i, j) in enumerate(keys) if s.completions[i][j] is None]
-        for position, completion in sampler.pool.generate([requests[k] for k in left], self._policies, self._sampling):
+        parts = [
+            [
+                SampledItem(joint, [[None] * side.candidates for _ in range(side.team.size)], stream=side.stream)  # type: ignore[list-item]
+                for joint in side.prompts[chunk]
+            ]
+            for side in sides
+        ]
+        keys = [
+            (side, item, i, j)
+            for side, part in zip(sides, parts)
+            for item in part
+            for i in range(side.team.size)
+            for j in range(side.candidates)
+        ]
+        requests = [self._sampler.request(side, item.joint, self._round, i, j) for side, item, i, j in keys]
+        missing = {id(item): side.candidates * side.team.size for side, part in zip(sides, parts) for item in part}
+        policies = {name: weights for side in sides for name, weights in side.policies.items()}
+        left = [k for k, (key, request) in enumerate(zip(keys, requests)) if not self._take_known(key, request, missing)]
+        for position, completion in self._sampler.pool.generate([requests[k] for k in left], policies, self._sampling):
             k = left[position]
-            sampled, agent, candidate = keys[k]
-            sampled.completions[agent][candidate] = completion
+            side, item, writer, candidate = keys[k]
             if self._journal:
                 self._journal.append(
-                    "completion", stream=self._stream, round=self._round, item=sampled.joint.index, agent=agent,
+                    "completion", stream=side.stream, round=self._round, item=item.joint.index, agent=writer,
                     candidate=candidate, seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason,
                     version=completion.version,
                 )  # fmt: skip
-            self._place(keys[k], missing)
+            self._place(keys[k], completion, missing)
             for job in [job for job in self._jobs if job.done()]:
                 self._take(job)
-        return part
+        return parts
 
-    def _take_known(self, keys: Sequence[tuple[SampledItem, int, int]], requests: Sequence[Request]) -> list[int]:
-        """Fills in what was sampled before; returns which."""
-        taken = []
-        for k, ((sampled, agent, candidate), request) in enumerate(zip(keys, requests)):
-            seed, completion = self._known.completions.get(
-                (self._stream, self._round, sampled.joint.index, agent, candidate), (None, None)
-            )
-            if completion is not None and seed == request.seed:
-                sampled.completions[agent][candidate] = completion
-                taken.append(k)
-        return taken
+    def _take_known(self, key: tuple[Side, SampledItem, int, int], request: Request, missing: dict[int, int]) -> bool:
+        """Places what was sampled before with the same seed."""
+        side, item, writer, candidate = key
+        found = self._known.completions.get((side.stream, self._round, item.joint.index, writer, candidate))
+        if found is None or found[0] != request.seed:
+            return False
+        self._place(key, found[1], missing)
+        return True
 
-    def _place(self, key: tuple[SampledItem, int, int], missing: dict[int, int]) -> None:
+    def _place(self, key: tuple[Side, SampledItem, int, int], completion: Completion, missing: dict[int, int]) -> None:
         """One completion more is there; with its last one a task goes to the scorer."""
-        sampled = key[0]
-        missing[id(sampled)] -= 1
-        if not missing[id(sampled)]:
-            sampled.texts = self._sampler.team.decode(sampled.completions)
-            self._jobs[self._scorer.submit(self._score, sampled)] = sampled
+        side, item, writer, candidate = key
+        item.completions[writer][candidate] = completion
+        missing[id(item)] -= 1
+        if not missing[id(item)]:
+            item.take(side.team.read(item.joint, item.completions))
+            self.score(item)
+
+    def score(self, item: SampledItem) -> None:
+        """Hands a task whose texts are there to the scorer."""
+        self._jobs[self._scorer.submit(self._score, item)] = item
 
     def take_all(self) -> None:
         """Waits for the scores that are still being made."""
@@ -196,94 +221,44 @@ class _Walk:
     def close(self) -> None:
         """After an error, whatever was scored meanwhile is kept."""
         self._scorer.shutdown(cancel_futures=True)
-        for sampled in self._jobs.values():
-            self._write(sampled)
+        for item in self._jobs.values():
+            self._write(item)
         if self._journal:
             self._journal.sync()
 
-    def _score(self, sampled: SampledItem) -> None:
-        """Fills `sampled.scores` one at a time, so that an error later on leaves those before it."""
-        for j in range(self._candidates):
+    def _score(self, item: SampledItem) -> None:
+        """Fills `scores` one at a time, so that an error later on leaves those before it."""
+        for j in range(len(item.texts[0])):
             if self._failed:
                 return
-            if (score := self._known.scores.get(self._score_key(sampled, j))) is not None:
-                sampled.scores.append(score)
-                continue
-            try:
-                sampled.scores.append(self._sampler.score(sampled.joint, [row[j] for row in sampled.texts]))
-            except OracleError:
-                self._failed = True
-                raise
+            if j in item.missing:
+                item.scores.append(MISSING)
+            elif (score := self._known.scores.get(self._score_key(item, j))) is not None:
+                item.scores.append(score)
+            else:
+                try:
+                    item.scores.append(self._sampler.score(item.joint, [row[j] for row in item.texts]))
+                except OracleError:
+                    self._failed = True
+                    raise
 
     def _take(self, job: Future[None]) -> None:
         job.result()
-        sampled = self._jobs.pop(job)
-        self._write(sampled)
+        item = self._jobs.pop(job)
+        self._write(item)
         if self._progress:
-            self._progress(1, sum(len(c.ids) for row in sampled.completions for c in row))
+            self._progress(1, item.tokens)
 
-    def _write(self, sampled: SampledItem) -> None:
+    def _write(self, item: SampledItem) -> None:
         if not self._journal:
             return
-        for j, score in enumerate(sampled.scores):
-            if self._score_key(sampled, j) in self._known.scores:
+        for j, score in enumerate(item.scores):
+            if score is MISSING or self._score_key(item, j) in self._known.scores:
                 continue
             raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
             self._journal.append(
-                "score", stream=self._stream, round=self._round, item=sampled.joint.index, candidate=j, raw=raw, value=value
+                "score", stream=item.stream, round=self._round, item=item.joint.index, candidate=j, raw=raw, value=value
             )
 
-    def _score_key(self, sampled: SampledItem, candidate: int) -> tuple[str, int, int, int]:
-        return self._stream, self._round, sampled.joint.index, candidate
-
-
-@dataclass(frozen=True)
-class Collected:
-    """The pairs of a round, with what happened on the way."""
-
-    pairs: list[PreferencePair]
-    sampled: list[SampledItem]
-    ties: int
-    invalid: int
-    scores: int
-
-    @property
-    def score_mean(self) -> float:
-        finite = [s.value for item in self.sampled for s in item.scores if s.valid]
-        return math.fsum(finite) / len(finite) if finite else math.nan
-
-    def lengths(self, side: str) -> list[float]:
-        """Mean tokens of the winners' or losers' completions, per agent."""
-        agents = range(len(self.pairs[0].tokens)) if self.pairs else ()
-        return [sum(len(getattr(p.tokens[i], side)) for p in self.pairs) / len(self.pairs) for i in agents]
-
-
-def pairs_from(
-    sampled: Sequence[SampledItem],
-    *,
-    mode: str,
-    cap: int | None,
-    run_seed: int,
-    round: int,
-    max_invalid_fraction: float,
-) -> Collected:
-    """Pairs of a base trainer's round: any two candidates of a task with different scores, selected per task.
-
-    Raises:
-        InvalidScoresError: more than `max_invalid_fraction` of the scores are NaN or infinite.
-    """
-    scores = [s for item in sampled for s in item.scores]
-    invalid = sum(not s.valid for s in scores)
-    if invalid > max_invalid_fraction * len(scores):
-        first = next(item.joint.index for item in sampled if any(not s.valid for s in item.scores))
-        raise InvalidScoresError(
-            f"{invalid} of {len(scores)} oracle scores are NaN or infinite (first at task {first}), more than"
-            f" max_invalid_fraction = {max_invalid_fraction} allows; the scores so far are in the journal"
-        )
-    pairs, ties = [], 0
-    for item in sampled:
-        values = [s.value if s.valid else math.nan for s in item.scores]
-        ties += count_ties(values)
-        generator = generator_of(run_seed, "pair_selection", round, item.joint.index)
-        pairs += [make_pair(item, w, lo) for w, lo in select_pairs(values, mode, cap, generator)]
-    return Collected(pairs, list(sampled), ties, invalid, len(scores))
+    def _score_key(self, item: SampledItem, candidate: int) -> tuple[str, int, int, int]:
+        return item.stream, self._round, item.joint.index, candidate

@@ -38,6 +38,13 @@ class Evaluation:
         return mean_and_error([x - before[k] for k, x in zip(self.items, self.item_means) if k in before])
 
 
+def win_rate_over(now: Evaluation, before: Evaluation) -> float:
+    """Share of the tasks of both on which the mean reward is higher now; equal ones count half."""
+    earlier = dict(zip(before.items, before.item_means))
+    rows = [(x, earlier[k]) for k, x in zip(now.items, now.item_means) if k in earlier]
+    return sum((x > y) + 0.5 * (x == y) for x, y in rows) / len(rows) if rows else math.nan
+
+
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """(mean, sample standard deviation / √n); NaN where n is too small."""
     n = len(values)

@@ -21,19 +21,23 @@ class JournalError(RuntimeError):
 
 @dataclass
 class Known:
-    """What a journal holds: completions with the seed that sampled them, by (stream, round, task, agent, candidate), and
-    scores by (stream, round, task, candidate).
+    """What a journal holds: completions with the seed that sampled them, by (stream, round, task, agent, candidate),
+    scores by (stream, round, task, candidate), a comparator's answers from an API by (round, task, agent, candidate), and
+    of each round that is complete and in its round file what was reported of it.
     """
 
     completions: dict[tuple[str, int, int, int, int], tuple[int, Completion]] = field(default_factory=dict)
     scores: dict[tuple[str, int, int, int], Score] = field(default_factory=dict)
+    answers: dict[tuple[int, int, int, int], str] = field(default_factory=dict)
+    sealed: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class Journal:
     """Appends one JSON object per line; `sync` makes what was written survive a crash of the machine.
 
-    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"} and
-    {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid).
+    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"},
+    {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid),
+    {"kind": "answer", "round", "item", "agent", "candidate", "text"} and {"kind": "sealed", "round", "report"}.
     """
 
     def __init__(self, file: Path) -> None:
@@ -74,6 +78,12 @@ def read_journal(file: Path) -> Known:
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
+            if entry["kind"] == "sealed":
+                known.sealed[entry["round"]] = dict(entry["report"])
+                continue
+            if entry["kind"] == "answer":
+                known.answers[entry["round"], entry["item"], entry["agent"], entry["candidate"]] = str(entry["text"])
+                continue
             where = (entry["stream"], entry["round"], entry["item"])
             if entry["kind"] == "completion":
                 completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"])

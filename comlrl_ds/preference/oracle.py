@@ -28,6 +28,8 @@ class Score:
 
 
 INVALID = Score(math.nan, math.nan)
+MISSING = Score(math.nan, math.nan)
+"""Stands where there was no answer to score: not the oracle's doing, so not counted as invalid."""
 
 
 class Oracle:

@@ -29,11 +29,22 @@ class Prompt:
 
 @dataclass(frozen=True)
 class JointPrompt:
-    """One task with every agent's prompt. `index` is the task's place in its dataset."""
+    """One task with every writer's prompt.
+
+    Attributes:
+        index: the task's place in its dataset.
+        roles: each role's prompt as a text, where one writer's prompt holds them all; None: the prompts are the roles'.
+    """
 
     index: int
     item: Mapping[str, Any]
     prompts: tuple[Prompt, ...]
+    roles: tuple[str, ...] | None = None
+
+    @property
+    def role_texts(self) -> list[str]:
+        """Each role's prompt as a text."""
+        return [p.text for p in self.prompts] if self.roles is None else list(self.roles)
 
 
 def default_formatter(item: Mapping[str, Any]) -> str:
@@ -82,20 +93,58 @@ class PromptBuilder:
         prompts: list[Prompt] = []
         for agent, (tokenizer, formatter, limit) in enumerate(zip(self.tokenizers, self.formatters, self.limits)):
             where = f"task {index}, agent {agent}"
-            prompt = encode_prompt(tokenizer, formatted(formatter, item, where), where)
-            if len(prompt.ids) > limit:
-                if self.overlong == "error":
-                    raise PromptError(
-                        f"{where}: the prompt has {len(prompt.ids)} tokens, but only {limit} leave room for the completion;"
-                        " raise rollout.max_model_len, lower max_new_tokens, or set overlong_prompt to drop or truncate_left"
-                    )
-                if self.overlong == "drop":
-                    self.dropped += 1
-                    return None
-                self.truncated += 1
-                prompt = truncate_left(tokenizer, prompt, limit)
+            prompt = self._fitted(tokenizer, formatted(formatter, item, where), limit, where)
+            if prompt is None:
+                return None
             prompts.append(prompt)
         return JointPrompt(index, item, tuple(prompts))
+
+    def _fitted(self, tokenizer: Any, content: str | Sequence[Mapping[str, Any]], limit: int, where: str) -> Prompt | None:
+        """A prompt that leaves room for its completion; None where its task is dropped."""
+        prompt = encode_prompt(tokenizer, content, where)
+        if len(prompt.ids) <= limit:
+            return prompt
+        if self.overlong == "error":
+            raise PromptError(
+                f"{where}: the prompt has {len(prompt.ids)} tokens, but only {limit} leave room for the completion;"
+                " raise rollout.max_model_len, lower max_new_tokens, or set overlong_prompt to drop or truncate_left"
+            )
+        if self.overlong == "drop":
+            self.dropped += 1
+            return None
+        self.truncated += 1
+        return truncate_left(tokenizer, prompt, limit)
+
+
+class JointPromptBuilder(PromptBuilder):
+    """One prompt that asks one writer for every role's response.
+
+    Args:
+        tokenizer: the writer's. formatters: one per role. join: (task, role prompts, where) → joint prompt as a text.
+        limit: longest prompt in tokens. overlong: as `PromptBuilder`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, formatters: Sequence[Formatter], join: Callable[[Mapping[str, Any], list[str], str], str],
+        limit: int, overlong: str = "error",
+    ) -> None:  # fmt: skip
+        super().__init__([tokenizer], formatters, [limit], overlong)
+        self._join = join
+
+    def _joint(self, index: int, item: Mapping[str, Any]) -> JointPrompt | None:
+        contents = [formatted(f, item, f"task {index}, agent {agent}") for agent, f in enumerate(self.formatters)]
+        texts = [plain_text(content) for content in contents]
+        where = f"task {index}"
+        content: str | list[dict[str, str]] = self._join(item, texts, where)
+        if not all(isinstance(c, str) for c in contents):  # chat messages ask for the chat template
+            content = [{"role": "user", "content": str(content)}]
+        prompt = self._fitted(self.tokenizers[0], content, self.limits[0], where)
+        return None if prompt is None else JointPrompt(index, item, (prompt,), tuple(texts))
+
+
+def plain_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A formatter's result as one text: chat messages without their roles."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(m["content"]) for m in prompt)
 
 
 def formatted(formatter: Formatter, item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:

@@ -60,8 +60,8 @@ def make_pair(sampled: SampledItem, winner: int, loser: int) -> PreferencePair:
     finite = [s.value for s in sampled.scores if s.valid]
     return PreferencePair(
         prompts=[p.text for p in sampled.joint.prompts],
-        winner_completions=[sampled.texts[i][winner] for i in agents],
-        loser_completions=[sampled.texts[i][loser] for i in agents],
+        winner_completions=[sampled.written[i][winner] for i in agents],
+        loser_completions=[sampled.written[i][loser] for i in agents],
         winner_reward=sampled.scores[winner].value,
         loser_reward=sampled.scores[loser].value,
         candidate_reward_mean=math.fsum(finite) / len(finite),

@@ -31,6 +31,27 @@ def select_pairs(scores: Sequence[float], mode: str, cap: int | None, generator:
     return pairs[:cap]
 
 
+def select_compared(
+    values: Sequence[tuple[int, float, float]], mode: str, cap: int | None, generator: Random
+) -> list[tuple[int, bool]]:
+    """(candidate index, whether the team won) of the comparisons of one task that are kept; ties never are.
+
+    Args:
+        values: (candidate index, the team's score, the comparator's score), both finite.
+        mode: "comparator_reward", highest comparator score first, then largest difference, whoever won; "reward_gap",
+            largest difference first; "random"; "all", by index. Earlier candidates come first among equals.
+        cap: pairs kept; None keeps all.
+    """
+    decided = [(j, ours, theirs) for j, ours, theirs in values if ours != theirs]
+    if mode == "comparator_reward":
+        decided.sort(key=lambda row: (-row[2], -abs(row[1] - row[2])))
+    elif mode == "reward_gap":
+        decided.sort(key=lambda row: -abs(row[1] - row[2]))
+    elif mode == "random":
+        generator.shuffle(decided)
+    return [(j, ours > theirs) for j, ours, theirs in decided[:cap]]
+
+
 def count_ties(scores: Sequence[float]) -> int:
     """Unordered pairs of candidates with the same finite score."""
     finite = [s for s in scores if math.isfinite(s)]

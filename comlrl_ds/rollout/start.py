@@ -74,14 +74,15 @@ class Engines:
     """The engines of a run while they start: children at once, `pool()` when they are needed.
 
     Args:
-        config: the rollout section. sources: model folder of each agent.
+        config: the rollout section. sources: model folder of each agent. comparators: of each comparator with a model of
+            its own. swaps: whether engines will be given weights from disk.
         cluster: arranged. device: "cpu" or "cuda". dtype: compute type of the engines, "bfloat16", "float16" or "float32".
         log: file for what the children print; None is their ranks' own output.
     """
 
     def __init__(
         self, config: RolloutConfig, sources: Sequence[str], *, cluster: Cluster, device: str, dtype: str,
-        log: Path | None = None,
+        log: Path | None = None, comparators: Sequence[str] = (), swaps: bool = False,
     ) -> None:  # fmt: skip
         assert cluster.layout
         self._config, self._cluster, self._layout, self._dtype = config, cluster, cluster.layout, dtype
@@ -92,12 +93,13 @@ class Engines:
         self._sleepers: list[VLLMRollout] = []
         self._asleep = False
         self._places: list[EnginePlace] = []
-        self._sources = list(sources)
+        self._agents = len(sources)
+        self._sources = [*sources, *comparators]
         if config.urls:
             self._engines = [self._external(k, url) for k, url in enumerate(config.urls)]
             return
-        self._places = engine_places(config, self._layout, sources, device)
-        self._sources = [_source_of(p, config, sources) for p in self._places]
+        self._places = engine_places(config, self._layout, sources, device, comparators, swaps)
+        self._sources = [_source_of(p, sources, comparators, bool(self._layout.comparator_groups)) for p in self._places]
         if config.backend == "transformers" and cluster.launch.size == 1:
             import torch
 
@@ -171,7 +173,7 @@ class Engines:
                 address=address, identity=members[0].host.identity, timeout_s=self._config.timeout_s,
                 verify=self._config.verify_sync, ended=self._how_it_ended(role),
             )  # fmt: skip
-            engine.serves = None if place.serves is None else tuple(f"agent_{i}" for i in place.serves)
+            engine.serves = _serves(place, self._layout.comparator_groups, self._agents)
             engine.wait_ready(found["probe"])
             engines.append(engine)
             if self._shares_devices(place, self._device):
@@ -251,9 +253,18 @@ def engine_role(place: EnginePlace) -> str:
     return f"engine.{place.index}"
 
 
-def engine_places(config: RolloutConfig, layout: Layout, sources: Sequence[str], device: str) -> list[EnginePlace]:
-    """Where a run's engines are. Several one-thread engines sample faster on a CPU than one with several threads."""
-    shapes = len({shape_of(s) for s in sources})
+def engine_places(
+    config: RolloutConfig, layout: Layout, sources: Sequence[str], device: str, comparators: Sequence[str] = (),
+    swaps: bool = False,
+) -> list[EnginePlace]:  # fmt: skip
+    """Where a run's engines are. Several one-thread engines sample faster on a CPU than one with several threads.
+
+    Args:
+        comparators: models of comparators that are not the agents' own. swaps: whether engines will be given weights from
+            disk, which take the way through host memory.
+    """
+    own = [g for g in layout.comparator_groups if g not in layout.rollout.groups]
+    shapes = len({shape_of(s) for s in (sources if own else [*sources, *comparators])})
     count = config.engines
     if count is None and len(layout.slots) == 1 and config.backend == "vllm" and device == "cpu":
         count = max(1, min(8, cores() // (config.threads or 1)))
@@ -262,14 +273,36 @@ def engine_places(config: RolloutConfig, layout: Layout, sources: Sequence[str],
         count = max(count or chunks, shapes)
     elif count is None and config.backend == "transformers" and len(layout.slots) == 1:
         count = 1
-    transport = config.transport if config.backend == "vllm" else "host"
-    return place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=transport)
+    transport = config.transport if config.backend == "vllm" and not (swaps and config.transport == "auto") else "host"
+    places = place_engines(layout, engines=count, agents=len(sources), device_kind=device, transport=transport)
+    for group in own:
+        alone = range(max(len(layout.groups[group]), len({shape_of(s) for s in comparators})))
+        ranks = layout.groups[group]
+        places += [EnginePlace(len(places) + k, (ranks[k % len(ranks)],), group, comparator=True) for k in alone]
+    return places
 
 
-def _source_of(place: EnginePlace, config: RolloutConfig, sources: Sequence[str]) -> str:
-    """Architectures take turns, and within one the agents' folders: each engine starts with weights that are needed."""
+def _serves(place: EnginePlace, comparator_groups: Sequence[str], agents: int) -> tuple[str, ...] | None:
+    """Names of the policies that an engine takes; None: any."""
+    mine = range(agents) if place.serves is None else place.serves
+    if place.comparator:
+        return tuple(f"comparator_{i}" for i in range(agents))
+    if comparator_groups and place.group not in comparator_groups:
+        return tuple(f"agent_{i}" for i in mine)
+    if place.serves is None:
+        return None
+    return tuple(f"{side}_{i}" for side in ("agent", "comparator") for i in mine)
+
+
+def _source_of(place: EnginePlace, agents: Sequence[str], comparators: Sequence[str], apart: bool) -> str:
+    """Architectures take turns, and within one the folders: each engine starts with weights that are needed.
+
+    Args:
+        apart: whether comparators have groups, and so engines, of their own.
+    """
     if place.serves:
-        return sources[place.serves[0]]
+        return agents[place.serves[0]]
+    sources = (comparators or agents) if place.comparator else agents if apart else [*agents, *comparators]
     shapes: dict[str, list[str]] = {}
     for source in sources:
         known = shapes.setdefault(shape_of(source), [])

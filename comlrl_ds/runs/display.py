@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,23 @@ class Display:
         )
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield Bar(progress, progress.add_task(title, total=total, text=""))
+
+    def round_table(self, rows: Sequence[Mapping[str, Any]], initial: Evaluation | None) -> None:
+        """Held-out reward, win rate over the initial policy and drift by round.
+
+        Args:
+            rows: {"round", "drift"} and, where there was an evaluation, {"mean", "error", "win_rate"}.
+        """
+        tasks = f" ({len(initial.items)} held-out tasks)" if initial else ""
+        table = Table(title=f"by round{tasks}")
+        for column in ("round", "mean reward", "standard error", "win rate over initial", "drift"):
+            table.add_column(column, justify="right")
+        if initial:
+            table.add_row("initial", f"{initial.mean:.3f}", f"{initial.standard_error:.3f}", "", "")
+        for row in rows:
+            numbers = [f"{row[k]:.3f}" if k in row else "" for k in ("mean", "error", "win_rate")]
+            table.add_row(str(row["round"]), *numbers, f"{row['drift']:.5f}")
+        self.console.print(table)
 
     def reward_table(self, rows: Sequence[tuple[str, Evaluation]]) -> None:
         """Held-out mean reward of each evaluation with its standard error, and the paired gain from first to last."""

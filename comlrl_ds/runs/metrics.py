@@ -43,6 +43,40 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/sync_s": ("s", "time of the last weight sync"),
     "rollout/sync_bytes": ("bytes", "size of the last weight sync"),
     "rollout/logprob_gap": ("nats", "mean |trainer − engine| per token on a few training rows; not a proof of a sync"),
+    "iter/current_iteration": ("count", "the round, from 1"),
+    "iter/current_preference_pairs": ("count", "pairs of the round"),
+    "iter/total_preference_pairs": ("count", "pairs of all rounds so far"),
+    "iter/train_preference_pairs": ("count", "pairs that the round trains on"),
+    "iter/retokenized_pairs": ("count", "of them those whose ids, read back from text, differ from the sampled ones"),
+    "iter/replay_share/round_i": ("share", "of the round's training pairs that come from round i"),
+    "iter/compared": ("count", "comparisons with two finite scores"),
+    "iter/missing": ("count", "comparisons without an answer of one side"),
+    "iter/win_rate": ("share", "of the comparisons that the agents won; ties count half"),
+    "iter/tie_share": ("share", "of the comparisons of equal score"),
+    "iter/target_reward_mean": ("reward", "mean score of the agents' candidates"),
+    "iter/comparator_reward_mean": ("reward", "mean score of the comparator's candidates"),
+    "iter/parse_failures": ("count", "joint answers of the comparator without any role's section"),
+    "iter/api_requests": ("count", "HTTP requests that ended"),
+    "iter/api_retries": ("count", "of them those that asked again"),
+    "iter/api_failures": ("count", "requests given up"),
+    "iter/api_answers": ("count", "answers that came"),
+    "iter/api_known": ("count", "answers taken from the journal"),
+    "iter/weights/agent_i": ("hash", "which weights sampled the agents' side; equal numbers are equal weights"),
+    "iter/comparator_weights/agent_i": ("hash", "which weights sampled the comparator's side"),
+    "iter/drift/agent_i": ("ratio", "‖θ − θ₀‖ / ‖θ₀‖ after the round, θ₀ the start policy"),
+    "iter/win_rate_over_initial": ("share", "of the held-out tasks with a higher reward than the start policy's"),
+    **{
+        f"iter/{prefix}/{name}": (unit, meaning)
+        for prefix, which in (("reward_distribution", "all candidates"), ("selected_reward_distribution", "the round's pairs"))
+        for name, unit, meaning in (
+            ("current_iteration", "count", "the round, from 1"),
+            ("pair_count", "count", "pairs of the round"),
+            ("target_sample_count", "count", f"finite raw rewards of the agents, {which}"),
+            ("comparator_sample_count", "count", f"finite raw rewards of the comparator, {which}"),
+            ("target_mean", "reward", f"mean raw reward of the agents, {which}"),
+            ("comparator_mean", "reward", f"mean raw reward of the comparator, {which}"),
+        )
+    },
     "eval/turn_1/reward_mean": ("reward", "mean task reward of the current policies"),
     "eval/turn_1/expected_return": ("reward", "equals eval/turn_1/reward_mean at one turn"),
     "eval/standard_error": ("reward", "standard error of the mean over tasks"),
@@ -58,7 +92,8 @@ def agent_metric(name: str, agent: int) -> str:
 
 def _declared(name: str) -> bool:
     parent, _, last = name.rpartition("/")
-    generic = f"{parent}/agent_i" if last.startswith("agent_") and last[6:].isdigit() else name
+    word, _, number = last.rpartition("_")
+    generic = f"{parent}/{word}_i" if word in ("agent", "round") and number.isdigit() else name
     return generic in METRICS or (
         name.startswith("eval/") and len(name) > 5
     )  # what an eval_aggregator returns has the user's names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from comlrl_ds.runs.files import write_atomically
 _MAY_CHANGE = (
     "run.dir", "run.report_to", "run.stall_timeout_s", "run.checkpoint", "placement", "rollout.engines", "rollout.threads",
     "rollout.urls", "rollout.transport", "rollout.kv_cache_bytes", "rollout.gpu_memory", "rollout.start_timeout",
-    "rollout.timeout", "rollout.max_num_seqs", "args.logging_steps", "args.agent_devices",
+    "rollout.timeout", "rollout.max_num_seqs", "args.logging_steps", "args.agent_devices", "args.comparator_devices",
+    "args.num_iterations",
 )  # fmt: skip
 
 
@@ -29,6 +31,10 @@ class RunDir:
     def __init__(self, folder: str | Path, resume: bool = False) -> None:
         self.path = Path(folder).expanduser().absolute()
         self._resume = resume
+
+    def allow_resume(self) -> None:
+        """From now on the run that it holds may be gone on with."""
+        self._resume = True
 
     def check(self) -> None:
         """Raises ConfigError where the folder cannot hold this run."""
@@ -59,8 +65,21 @@ class RunDir:
         """Whether the run in it came to its end."""
         return (self.path / "complete").exists()
 
-    def mark_complete(self) -> None:
-        write_atomically(self.path / "complete", b"")
+    def mark_complete(self, rounds: int = 1) -> None:
+        write_atomically(self.path / "complete", str(rounds).encode())
+
+    def complete_to(self, rounds: int) -> bool:
+        """Whether it came to its end after at least so many rounds."""
+        return self.complete and int((self.path / "complete").read_text() or 1) >= rounds
+
+    @property
+    def run_id(self) -> str:
+        """A name that no other run has; made when first asked for."""
+        file = self.path / "run_id"
+        if not file.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, uuid.uuid4().hex[:12].encode())
+        return file.read_text()
 
     def check_same(self, config: dict[str, Any]) -> None:
         """Raises ConfigError where the run in the folder was started with other settings than `config`, a problem each.
@@ -95,9 +114,17 @@ class RunDir:
     def replay(self) -> Path:
         return self.path / "preference_replay"
 
+    def journal(self, round: int) -> Path:
+        """What was sampled, scored and answered in a round."""
+        return self.path / "preference_replay" / f"journal_{round:04d}.jsonl"
+
     @property
-    def journal(self) -> Path:
-        return self.path / "preference_replay" / "journal.jsonl"
+    def policies(self) -> Path:
+        return self.path / "policy_checkpoints"
+
+    @property
+    def distributions(self) -> Path:
+        return self.path / "reward_distributions"
 
     @property
     def samples(self) -> Path:

@@ -21,18 +21,26 @@ def build_trainer(
         resume: "never", "auto", or a checkpoint's folder.
     """
     from comlrl_ds.engines.ds_config import read_deepspeed
-    from comlrl_ds.trainers.preference import MADPOTrainer
+    from comlrl_ds.trainers.preference import MADPOIterTrainer, MADPOTrainer
 
     base = file.resolve().parent
     task = load_task(run_file.task, base)
-    return MADPOTrainer(
+    trainer = {"madpo": MADPOTrainer, "madpo_iter": MADPOIterTrainer}[run_file.trainer]
+    args = run_file.trainer_config
+    for name in ("comparator_model_name", "comparator_agents"):  # as the agents' models
+        value = getattr(args, name, None)
+        if value is not None:
+            found = beside(value, base) if isinstance(value, str) else [beside(v, base) for v in value]
+            args = args.model_copy(update={name: found})
+    return trainer(
         agents=list(agents) if agents else [beside(a.model, base) for a in run_file.agents],
         model_config={"dtype": run_file.dtype, "attn_implementation": run_file.attn_implementation},
         train_dataset=task.train, eval_dataset=task.held_out, reward_func=task.reward_func,
-        reward_processor=task.reward_processor, formatters=task.formatters, args=run_file.trainer_config,
+        reward_processor=task.reward_processor, formatters=task.formatters, args=args,
         rollout=run_file.rollout, deepspeed=read_deepspeed(run_file.deepspeed, base), placement=run_file.placement_from(base),
         run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to,
         stall_timeout_s=run_file.run.stall_timeout_s, checkpoint_interval=run_file.run.checkpoint_interval,
         checkpoint_every_updates=run_file.run.checkpoint_every_updates,
         checkpoint_total_limit=run_file.run.checkpoint_total_limit, resume=resume, verbose=verbose,
+        centralized_comparator_adapter=task.adapter, num_agents=args.num_agents,
     )  # fmt: skip

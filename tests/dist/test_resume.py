@@ -58,7 +58,7 @@ def end_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict], dict[s
 
 
 def journal(folder: Path) -> Counter:
-    lines = [json.loads(x) for x in (folder / "run/preference_replay/journal.jsonl").read_text().splitlines()]
+    lines = [json.loads(x) for x in (folder / "run/preference_replay/journal_0001.jsonl").read_text().splitlines()]
     keys = ("kind", "stream", "round", "item", "agent", "candidate")
     return Counter(tuple(x.get(k) for k in keys) for x in lines)
 

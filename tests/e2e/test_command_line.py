@@ -74,7 +74,7 @@ def test_a_run_leaves_what_the_page_says(trained, tiny_model):
     folder, _, done = trained
     run_dir = folder / "run"
     names = {p.relative_to(run_dir).as_posix() for p in run_dir.rglob("*") if p.is_file()}
-    assert {"config.yaml", "metrics.jsonl", "preference_replay/iteration_0001.json", "preference_replay/journal.jsonl",
+    assert {"config.yaml", "metrics.jsonl", "preference_replay/iteration_0001.json", "preference_replay/journal_0001.jsonl",
             "preference_replay/iteration_0001.ids.safetensors", "samples/eval_000000.json", "samples/eval_000002.json",
             "final/agent_0/model.safetensors", "final/agent_1/tokenizer.json"} <= names  # fmt: skip
     rows = metrics(folder)
@@ -167,7 +167,7 @@ def test_invalid_scores_are_counted_and_never_paired(tiny_model, tmp_path):
     done = run("train", str(file), oracle, "args.max_invalid_fraction=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     counted = next(r for r in metrics(tmp_path) if "collect/pairs" in r)["collect/invalid_scores"]
-    journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal.jsonl").read_text().splitlines()]
+    journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal_0001.jsonl").read_text().splitlines()]
     assert counted == sum(x["kind"] == "score" and x["value"] is None for x in journal) > 0
     text = (tmp_path / "run/preference_replay/iteration_0001.json").read_text()
     assert "NaN" not in text and json.loads(text)["num_pairs"] > 0
@@ -184,7 +184,7 @@ def test_an_oracle_that_raises_is_named_and_its_scores_are_kept(tiny_model, tmp_
     done = run("train", str(file), "task.reward_func=tasks_for_tests:fails_on_lighthouse", cwd=tmp_path)
     assert done.returncode == 1
     assert "failed on task 1: KeyError: 'no score for it'" in done.stderr
-    journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal.jsonl").read_text().splitlines()]
+    journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal_0001.jsonl").read_text().splitlines()]
     # Its prompts are the longest, so it is sampled and scored last: everything else is on disk.
     assert sum(x["kind"] == "completion" for x in journal) == 8 * 2 * 4
     assert {x["item"] for x in journal if x["kind"] == "score"} == {0, 2, 3, 4, 5, 6, 7}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tiny_models import completion, word_tokenizer
 
-from comlrl_ds.preference.collection import SampledItem, pairs_from
+from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.oracle import Score
+from comlrl_ds.preference.pairs import pairs_from
 from comlrl_ds.preference.prompts import JointPrompt, encode_prompt
 from comlrl_ds.preference.records import write_round
 
@@ -23,6 +24,7 @@ def item_of(index, completions, scores, tokenizers=TEAM, prompt="w5 w6 é"):
     item.texts = [
         [t.decode(list(c.ids), skip_special_tokens=True) for c in row] for t, row in zip(tokenizers, item.completions)
     ]
+    item.written = item.texts
     item.scores = [Score(s, s) for s in scores]
     return item
 

@@ -6,8 +6,9 @@ import json
 
 from tiny_models import completion
 
-from comlrl_ds.preference.collection import SampledItem, pairs_from
+from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.oracle import Score
+from comlrl_ds.preference.pairs import pairs_from
 from comlrl_ds.preference.prompts import JointPrompt, Prompt
 
 
@@ -21,7 +22,7 @@ def sampled_item(values, *, index=0, agents=2, raws=None):
             for i in range(agents)
         ],
     )
-    item.texts = [[f"answer {i}.{k} ü" for k in range(len(values))] for i in range(agents)]
+    item.texts = item.written = [[f"answer {i}.{k} ü" for k in range(len(values))] for i in range(agents)]
     item.scores = [Score(v if raws is None else raws[k], v) for k, v in enumerate(values)]
     return item
 

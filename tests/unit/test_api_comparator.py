@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 
+from comlrl_ds.config.api_settings import APISettings, Scrubber, Secret
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.preference import api_comparator
 from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator, APIFailure, ComparatorAPIError
 from comlrl_ds.preference.api_formats import APIRequest, format_of, plain
-from comlrl_ds.preference.api_settings import APISettings, Scrubber, Secret
 from comlrl_ds.preference.api_transport import retry_after
 from comlrl_ds.preference.journal import Journal
 from comlrl_ds.rollout.base import Sampling
@@ -772,7 +772,7 @@ def test_an_unencrypted_key_to_another_machine_is_warned_of(caplog):
 def test_settings_that_are_refused(settings, problem, monkeypatch):
     monkeypatch.delenv("UNSET_KEY", raising=False)
     with pytest.raises(ConfigError) as caught:
-        APISettings(**({"url": "http://127.0.0.1/v1"} | settings))
+        APISettings(**({"url": "http://127.0.0.1/v1"} | settings)).check_credential()
     assert len(caught.value.problems) == 1
     assert str(caught.value).startswith(problem)
     assert "secret" not in str(caught.value) and "sk-a-key" not in str(caught.value)

@@ -12,10 +12,11 @@ from tiny_models import merging_tokenizer, weights_on_disk
 
 from comlrl_ds.maths.packing import pack
 from comlrl_ds.maths.seeds import seed_of
-from comlrl_ds.preference.collection import JointSampler, Team
+from comlrl_ds.preference.collection import JointSampler
 from comlrl_ds.preference.journal import Journal
 from comlrl_ds.preference.oracle import INVALID, Oracle, OracleError
 from comlrl_ds.preference.prompts import JointPrompt, Prompt
+from comlrl_ds.preference.teams import Team
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.pool import RolloutPool

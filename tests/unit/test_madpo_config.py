@@ -55,6 +55,7 @@ ADDITIONS = {
     "gradient_checkpointing": False,
     "score_last_token": None,
     "disable_dropout": True,
+    "train_agents": None,
     "max_nonfinite_steps": 3,
     "eval_samples_per_item": 1,
     "eval_temperature": None,

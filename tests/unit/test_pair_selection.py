@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampled_items import collected, sampled_item
 
-from comlrl_ds.preference.collection import InvalidScoresError
+from comlrl_ds.preference.pairs import InvalidScoresError
 from comlrl_ds.preference.records import make_pair
 from comlrl_ds.preference.selection import count_ties, select_pairs
 

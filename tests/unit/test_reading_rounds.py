@@ -12,7 +12,8 @@ from round_folders import EOS, TEAM, every, item_of, some_items, write
 from tiny_models import completion, merging_tokenizer
 
 from comlrl_ds.config.errors import ConfigError
-from comlrl_ds.preference.replay import ReplaySettings, draw
+from comlrl_ds.config.replay import ReplaySettings
+from comlrl_ds.preference.replay import draw
 from comlrl_ds.preference.round_files import RoundFolder, claim_folder, foreign_rounds, free_folder, owner_of
 
 

@@ -11,15 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comlrl_ds.config.errors import ConfigError
-from comlrl_ds.preference.replay import (
-    REPLAY_ALIASES,
-    ReplaySettings,
-    draw,
-    eligible_rounds,
-    sample_size,
-    selection_weights,
-    shares,
-)
+from comlrl_ds.config.replay import REPLAY_ALIASES, ReplaySettings
+from comlrl_ds.preference.replay import draw, eligible_rounds, sample_size, selection_weights, shares
 
 ALL = ReplaySettings("all_history")
 

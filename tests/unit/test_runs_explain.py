@@ -109,7 +109,7 @@ def test_places_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     assert run.path == tmp_path / "out"
     assert run.metrics == tmp_path / "out" / "metrics.jsonl"
-    assert run.journal.parent == run.replay == tmp_path / "out" / "preference_replay"
+    assert run.journal(1).parent == run.replay == tmp_path / "out" / "preference_replay"
     assert not run.path.exists()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RunDir("~/here").path == tmp_path / "here"

@@ -1,6 +1,21 @@
 """The public trainers of preference-based learning."""
 
+from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.preference.centralized import (
+    CentralizedComparatorAdapter,
+    CentralizedComparatorParseError,
+    TaggedCentralizedComparatorAdapter,
+)
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
+from comlrl_ds.trainers.preference.madpo_iter import MADPOIterTrainer
 
-__all__ = ["MADPOConfig", "MADPOTrainer"]
+__all__ = [
+    "CentralizedComparatorAdapter",
+    "CentralizedComparatorParseError",
+    "MADPOConfig",
+    "MADPOIterConfig",
+    "MADPOIterTrainer",
+    "MADPOTrainer",
+    "TaggedCentralizedComparatorAdapter",
+]

@@ -14,16 +14,17 @@ from typing import Any, ClassVar, Self
 from comlrl_ds.cluster import call, join
 from comlrl_ds.cluster.devices import FIELDS
 from comlrl_ds.cluster.layout import Layout
-from comlrl_ds.cluster.placement import resolve_placement
+from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.config.task import as_sequence
-from comlrl_ds.preference.collection import JointSampler, SampledItem, agent_name
+from comlrl_ds.preference.collection import EVAL, JointSampler, SampledItem
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.start import engine_places
 from comlrl_ds.runs.display import Display
@@ -33,6 +34,8 @@ from comlrl_ds.trainers.preference.reporting import Reporter
 from comlrl_ds.trainers.preference.session import EngineSettings, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
+    TeamSetup,
+    folders_of,
     read_agents,
     read_placement,
     set_up_team,
@@ -53,6 +56,8 @@ class PreferenceTrainer:
         reward_func: the oracle (see `comlrl_ds.preference.oracle.Oracle`). reward_processor: maps each score.
         formatters: one, or one per agent: task → string or chat messages.
         external_transition: no effect at one turn.
+        centralized_comparator_adapter: joins role prompts and takes joint answers apart, where one model writes every role;
+            None: the tagged one.
         wandb_config: of it only the output folder and `config_sections.output.verbose` are used; see `report_to`.
         eval_logger, eval_aggregator: both together add metrics to an evaluation.
         args: the settings.
@@ -86,7 +91,7 @@ class PreferenceTrainer:
         rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
         seed: int = 0, report_to: Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
         resume: str = "never", checkpoint_interval: int = 1, checkpoint_every_updates: int | None = None,
-        checkpoint_total_limit: int | None = 2,
+        checkpoint_total_limit: int | None = 2, centralized_comparator_adapter: Any = None,
     ) -> None:  # fmt: skip
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
@@ -98,16 +103,23 @@ class PreferenceTrainer:
         if not self.cluster.is_main:
             self.args = args or self.config_class(num_agents=len(agents) if agents is not None else num_agents)
             return
-        listed = read_agents(agent_model, agents, num_agents)
+        if args is not None and not isinstance(args, self.config_class):
+            raise ConfigError(Problem("args", f"{type(args).__name__}; give a {self.config_class.__name__}"))
+        one = args is not None and args.centralized
+        listed = read_agents(agent_model, agents, 1 if one else num_agents)
         self.args = args or self.config_class(num_agents=len(listed))
-        if self.args.num_agents != len(listed):
-            raise ConfigError(Problem("args.num_agents", f"{self.args.num_agents}, but {len(listed)} agents are given"))
+        if self.args.num_actors != len(listed):
+            why = " (one actor writes every role)" if one else ""
+            raise ConfigError(Problem("args.num_agents", f"{self.args.num_actors}{why}, but {len(listed)} agents are given"))
+        if one and agents is None and num_agents != self.args.num_agents:
+            raise ConfigError(Problem("num_agents", f"{num_agents} contradicts args.num_agents = {self.args.num_agents}"))
         self.rollout = rollout if isinstance(rollout, RolloutConfig) else RolloutConfig(**(rollout or {}))
         self.seed, self._report_to = seed, list(report_to)
         model, output = ModelConfig.read(model_config), wandb_output(wandb_config)
         self.run_dir = RunDir(
             run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}", resume != "never"
         )
+        self._own_run_dir = bool(run_dir or output.get("dir"))
         self._resume, self._checkpoint_limit = resume, checkpoint_total_limit
         self._checkpoint_every = (checkpoint_interval, checkpoint_every_updates)
         self.display = Display(output.get("verbose", True) if verbose is None else verbose)
@@ -128,12 +140,14 @@ class PreferenceTrainer:
         setup = None
         if sources is not None:
             parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
-            setup = found.of(partial(set_up_team, *parts))
+            setup = found.of(partial(set_up_team, *parts, centralized_comparator_adapter))
         self.train_dataset: Any = found.of(partial(as_sequence, train_dataset, "train_dataset"))
         self.eval_dataset: Any = found.of(partial(as_sequence, eval_dataset, "eval_dataset"))
         for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
             if dataset is not None and setup is not None:
                 found.of(partial(setup.try_first_prompt, dataset, name))
+        if setup is not None:
+            found.of(partial(self._check_more, setup))
         found.raise_any()
         assert plans and setup and layout
         self.plans, self.setup, self.layout = plans, setup, layout
@@ -155,7 +169,7 @@ class PreferenceTrainer:
         sampling = Sampling(temperature, self.args.top_p, self.args.top_k)
         with self.display.bar("evaluating", len(prompts)) as bar:
             sampled = self._sampler().sample(
-                prompts, self.session.policies(), sampling, stream="eval", round=0, candidates=self.args.eval_samples_per_item,
+                prompts, self.session.policies(), sampling, stream=EVAL, round=0, candidates=self.args.eval_samples_per_item,
                 progress=lambda items, tokens: bar.advance(items),
             )  # fmt: skip
         self.last_evaluation = evaluation = evaluation_of(sampled)
@@ -172,7 +186,7 @@ class PreferenceTrainer:
         """Writes agent_0, agent_1 … in Hugging Face layout, each with its tokenizer."""
         from comlrl_ds.engines.engine import PolicyEngine
 
-        folders = [Path(folder).absolute() / agent_name(i) for i in range(self.args.num_agents)]
+        folders = [Path(folder).absolute() / agent_name(i) for i in range(self.args.num_actors)]
         self.cluster.run({r: call(PolicyEngine.save_pretrained, f) for r, f in zip(self.session.actors, folders)})
         for tokenizer, target in zip(self.setup.team.tokenizers, folders):
             tokenizer.save_pretrained(target)
@@ -220,43 +234,38 @@ class PreferenceTrainer:
             self._reporter = Reporter(self.args, self.run_dir, self.display, self._report_to)
         self.cluster.arrange(self.layout, self._stall_timeout_s, self.run_dir.path)
         self._session = Session(
-            self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log
-        )
+            self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
+            *self._other_policies(),
+        )  # fmt: skip
         weakref.finalize(self, self._session.close)
         for note in self._notes():
             self.display.say(f"note: {note}")
         if self.train_dataset is not None:
             _ = self._session.actors
 
+    # --- what subclasses add
+    def _check_more(self, setup: TeamSetup) -> None:
+        """Raises ConfigError for what the subclass cannot work with."""
+
+    def _other_policies(self) -> tuple[list[str], bool]:
+        """(model folders of comparators that have their own, whether engines will be given weights from disk)."""
+        return [], False
+
     # --- parts
     def _layout(self) -> Layout:
         devices = {name: getattr(self.args, name, None) for name in FIELDS}
-        roles = [actor_role(i) for i in range(self.args.num_agents)]
+        actors = self.args.num_actors
+        roles = [*map(actor_role, range(actors)), *comparator_roles(self.placement, devices["comparator_devices"], actors)]
         return resolve_placement(
-            self.placement, self.cluster.slots(), agents=self.args.num_agents, roles=roles, devices=devices,
+            self.placement, self.cluster.slots(), agents=actors, roles=roles, devices=devices,
             device_kind=self._settings.device,
         )  # fmt: skip
 
     def _resolve(self, listed: list[Any], tokenizer: Any) -> list[str]:
-        """A folder for every agent; a model object is written to one under the run's folder."""
-        from comlrl_ds.engines.loading import local_folder
-
-        found = Findings()
-        if tokenizer is None and any(not isinstance(model, str) for model in listed):
-            found.add("tokenizer", "required when agents are model objects")
-        folders = []
-        for i, model in enumerate(listed):
-            if isinstance(model, str):
-                folders.append(found.of(partial(local_folder, model, f"agents.{i}.model")) or "")
-            elif hasattr(model, "save_pretrained"):
-                folders.append(str(self.run_dir.sources / agent_name(i)))
-            else:
-                found.add(f"agents.{i}", f"{type(model).__name__} is neither a model source nor a transformers model")
-        found.raise_any()
-        for model, folder in zip(listed, folders):
-            if not isinstance(model, str):
-                model.save_pretrained(folder)
-        return folders
+        if tokenizer is None and any(hasattr(model, "save_pretrained") for model in listed):
+            raise ConfigError(Problem("tokenizer", "required when agents are model objects"))
+        names = [agent_name(i) for i in range(len(listed))]
+        return folders_of(listed, [f"agents.{i}.model" for i in range(len(listed))], names, self.run_dir.sources)
 
     def _resolved_config(self) -> dict[str, Any]:
         return {
@@ -288,6 +297,7 @@ class PreferenceTrainer:
 
     def _evaluate_and_report(self, name: str) -> None:
         values = self.evaluate()
+        self.reporter.evaluated_at = self.reporter.updates
         if not values.get("eval/n"):
             return
         self.evaluations.append((name, self.last_evaluation))

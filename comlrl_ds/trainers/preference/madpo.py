@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.learners.madpo import MadpoLearner, NonFiniteError
 from comlrl_ds.maths.seeds import generator_of
-from comlrl_ds.preference.collection import Collected, pairs_from
-from comlrl_ds.preference.journal import Journal, read_journal
+from comlrl_ds.preference.collection import TARGET
+from comlrl_ds.preference.journal import Journal, Known, read_journal
+from comlrl_ds.preference.pairs import Collected, pairs_from
+from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair, write_round
+from comlrl_ds.preference.round_files import RoundFolder
 from comlrl_ds.rollout.base import Sampling
-from comlrl_ds.runs.checkpoints import Checkpoint, CheckpointStore
 from comlrl_ds.trainers.preference.base import PreferenceTrainer
 from comlrl_ds.trainers.preference.conducted import conducted
-from comlrl_ds.trainers.preference.saving import Progress, Saver, find_checkpoint, restore, restore_engines
+from comlrl_ds.trainers.preference.resuming import ResumableTrainer
+from comlrl_ds.trainers.preference.saving import Progress
 
 
-class MADPOTrainer(PreferenceTrainer):
+class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
     """Collects preference pairs once from the initial policies, then trains every agent on them.
 
     loss = −mean log σ(η Σ_i m_i), m_i the difference of agent i's log-probs of the winning and the losing response.
@@ -31,90 +35,141 @@ class MADPOTrainer(PreferenceTrainer):
     kind: ClassVar[str] = "madpo"
 
     @conducted
-    def train(self, **generation_kwargs: Any) -> None:
-        """Collect, then learn. Without any non-tied pair nothing is trained, and the policies stay as they are.
+    def train(
+        self, resume_from_checkpoint: str | Path | None = None, checkpoint_dir: str | Path | None = None,
+        checkpoint_interval: int | None = None, checkpoint_total_limit: int | None = None, **generation_kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Collect, then learn; an iterative trainer repeats this. Without any pair nothing is trained.
 
-        With `resume`, an interrupted run goes on: nothing that it sampled or scored is sampled or scored again, training
-        begins at the newest checkpoint, and the end is that of a run without interruption.
+        With `resume`, an interrupted run goes on: nothing that it sampled, scored or paid for is sampled, scored or paid
+        for again, training begins at the newest checkpoint, and the end is that of a run without interruption.
 
         Args:
+            resume_from_checkpoint: "auto", or a checkpoint's folder; a trainer without a run_dir of its own goes on in the
+                checkpoint's. None: as the constructor's `resume` says.
+            checkpoint_dir: where checkpoints are written and looked for; None: checkpoints/ of the run's folder.
+            checkpoint_interval, checkpoint_total_limit: replace the constructor's.
             generation_kwargs: temperature, top_p, top_k or min_new_tokens, for the collection.
         """
         if self.train_dataset is None:
             raise ConfigError(Problem("train_dataset", "required to train"))
         sampling = self._sampling(generation_kwargs)
+        self._checkpoint_options(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         if self._evaluates:
             self._eval_prompts(None)  # an over-long one shows before anything is loaded
-        if self.run_dir.complete:
+        if self.run_dir.complete_to(self.rounds):
             self.display.say(f"this run is complete; its results are in {self.run_dir.path}")
             return
-        checkpoint, progress = self._go_on()
-        collected = self.collect_preferences(sampling, report=checkpoint is None)
-        if not collected.pairs:
-            self.display.say("no pair of different scores: nothing to learn from, the policies are unchanged")
-            self.run_dir.mark_complete()
-            return
-        self.train_on_pairs(collected.pairs, checkpoint=checkpoint, progress=progress)
-        self.save_model(self.run_dir.final)  # first: what follows needs engines, and one may have died meanwhile
-        if self._evaluates:
-            self._evaluate_and_report("after")
-        self._report_logprob_gap(collected.pairs)
-        self.run_dir.mark_complete()
-        self.display.say(f"weights, metrics and samples are in {self.run_dir.path}")
-        if self.evaluations:
-            self.display.reward_table([self.evaluations[0], self.evaluations[-1]])
+        progress = self.progress = self._go_on()
+        pairs: list[PreferencePair] = []
+        while progress.round <= self.rounds:
+            selected = self._select(self._pairs_of(progress, sampling), progress)
+            if selected:
+                pairs = selected
+                self.train_on_pairs(pairs, progress)
+            self._end_round(progress)
+        self._finish(pairs)
 
+    @property
+    def rounds(self) -> int:
+        """Rounds of collection and training."""
+        return 1
+
+    # --- pairs
     @conducted
-    def collect_preferences(self, sampling: Sampling, round: int = 1, report: bool = True) -> Collected:
+    def collect_preferences(self, sampling: Sampling, round: int = 1, known: Known | None = None) -> Collected:
         """Joint responses to every task, their scores, and the pairs that are kept; on disk when this returns."""
-        args, builder = self.args, self.setup.prompt_builder()
+        builder = self.setup.prompt_builder()
         prompts = builder.build(self.train_dataset)
         pool, sampler = self.session.pool(), self._sampler()
         started, tokens_before, seconds_before = time.perf_counter(), pool.generated_tokens, pool.generate_seconds
-        known = read_journal(self.run_dir.journal)
-        with Journal(self.run_dir.journal) as journal, self.display.bar("collecting", len(prompts)) as bar:
+        file = self.run_dir.journal(round)
+        known = known or read_journal(file)
+        with Journal(file) as journal, self.display.bar("collecting", self._sides * len(prompts)) as bar:
 
             def progress(items: int, tokens: int) -> None:
                 rate = (pool.generated_tokens - tokens_before) / (time.perf_counter() - started)
                 bar.advance(items, f"{rate:.0f} tokens/s")
 
-            sampled = sampler.sample(
-                prompts, self.session.policies(), sampling, stream="target", round=round,
-                candidates=args.preference_num_candidates, journal=journal, progress=progress, known=known,
-            )  # fmt: skip
+            collected, more = self._compare(sampler, prompts, sampling, round, journal, progress, known)
+            write_round(self.replay_folder, round, collected.pairs, collected.sampled)
+            self.round_folder.make_index(round)
+            rate = (pool.generated_tokens - tokens_before) / max(pool.generate_seconds - seconds_before, 1e-9)
+            seconds = time.perf_counter() - started
+            report = self.reporter.collection_report(collected, builder, sampler.oracle_errors, seconds, rate)
+            report["values"] |= {k: v if math.isfinite(v) else None for k, v in more.items()}
+            report["text"] += self._of_comparison(report["values"])
+            journal.append("sealed", round=round, report=report)
+        self._report = report
+        return collected
+
+    def _compare(
+        self, sampler: Any, prompts: Sequence[JointPrompt], sampling: Sampling, round: int, journal: Journal,
+        progress: Callable[[int, int], None], known: Known,
+    ) -> tuple[Collected, dict[str, float]]:  # fmt: skip
+        """Samples, scores and selects: (the round's pairs, metrics beside those of every collection)."""
+        args = self.args
+        sampled = sampler.sample(
+            prompts, self.session.policies(), sampling, stream=TARGET, round=round,
+            candidates=args.preference_num_candidates, journal=journal, progress=progress, known=known,
+        )  # fmt: skip
         collected = pairs_from(
             sampled, mode=args.pair_selection, cap=args.preference_pairs_per_sample, run_seed=self.seed, round=round,
             max_invalid_fraction=args.max_invalid_fraction,
         )  # fmt: skip
-        write_round(self.run_dir.replay, round, collected.pairs, collected.sampled)
-        rate = (pool.generated_tokens - tokens_before) / max(pool.generate_seconds - seconds_before, 1e-9)
-        if report:
-            self.reporter.collection(collected, builder, sampler.oracle_errors, time.perf_counter() - started, rate)
-        return collected
+        return collected, {}
 
+    _sides = 1
+
+    def _of_comparison(self, values: dict[str, Any]) -> str:
+        """What the line of a collection says besides."""
+        return ""
+
+    def _pairs_of(self, progress: Progress, sampling: Sampling) -> list[PreferencePair]:
+        """The pairs of the round in work: read back where they are complete on disk, else collected."""
+        round = progress.round
+        known = read_journal(self.run_dir.journal(round))
+        if round in known.sealed:
+            pairs, report = self.round_folder.sampled(round), known.sealed[round]
+        else:
+            pairs = self.collect_preferences(sampling, round, known).pairs
+            report = self._report
+        if not progress.collected:
+            self.reporter.collected(report)
+            progress.collected = True
+        return pairs
+
+    def _select(self, pairs: list[PreferencePair], progress: Progress) -> list[PreferencePair]:
+        """What the round trains on."""
+        return pairs
+
+    @property
+    def replay_folder(self) -> Path:
+        """Where round files are."""
+        return self.run_dir.replay
+
+    @property
+    def round_folder(self) -> RoundFolder:
+        return RoundFolder(self.replay_folder, self.setup.team.tokenizers)
+
+    # --- learning
     @conducted
-    def train_on_pairs(
-        self, pairs: Sequence[PreferencePair], round: int = 1, *, checkpoint: Checkpoint | None = None,
-        progress: Progress | None = None,
-    ) -> None:  # fmt: skip
-        """`num_train_epochs` passes over the pairs in seeded order, one joint step per batch; from a checkpoint on."""
-        from comlrl_ds.engines.engine import PolicyEngine
-
+    def train_on_pairs(self, pairs: Sequence[PreferencePair], progress: Progress | None = None) -> None:
+        """`num_train_epochs` passes over the pairs in seeded order, one joint step per batch; on from `progress`."""
         args, session, reporter = self.args, self.session, self.reporter
+        progress = progress or Progress()
         steps = args.num_train_epochs * math.ceil(len(pairs) / args.batch_size)
-        progress = progress or Progress(reporter.updates + steps)
-        saver = self._saver()
-        self.cluster.run({role: call(PolicyEngine.start_schedule, progress.total_updates) for role in session.actors})
-        if checkpoint:
-            restore_engines(checkpoint, session)
+        if not progress.total_updates:
+            progress.total_updates = reporter.updates + steps * (self.rounds - progress.round + 1)
+            self._start_schedules(progress.total_updates)
         learner = self._learner()
         with self.display.bar("training", steps) as bar:
             while progress.epoch < args.num_train_epochs:
                 order = list(range(len(pairs)))
-                generator_of(self.seed, "order", round, progress.epoch).shuffle(order)
+                generator_of(self.seed, "order", progress.round, progress.epoch).shuffle(order)
                 for start in range(progress.batches * args.batch_size, len(order), args.batch_size):
                     if self._evaluates and reporter.updates % args.eval_interval == 0:
-                        self._evaluate_and_report(f"at update {reporter.updates}" if reporter.updates else "before")
+                        self._evaluate_once(f"at update {reporter.updates}" if reporter.updates else "before")
                     numbers = order[start : start + args.batch_size]
                     batch = [pairs[k] for k in numbers]
                     session.to_training()
@@ -122,47 +177,64 @@ class MADPOTrainer(PreferenceTrainer):
                     session.steps += not report.skipped
                     reporter.step(report, batch)
                     if report.skipped:
-                        file = self.run_dir.replay / f"iteration_{round:04d}.json"
+                        file = self.round_folder.file(progress.round)
                         message = reporter.nonfinite(report, batch, numbers, file)
                         if reporter.nonfinite_steps >= args.max_nonfinite_steps:
                             raise NonFiniteError(f"{message}; that is step {reporter.nonfinite_steps} of max_nonfinite_steps")
                     bar.advance(1, f"loss {report.loss:.4f}, margin {report.joint_margins.mean():+.2f}")
                     progress.batches += 1
-                    if start + args.batch_size < len(order) and saver.due(reporter.updates, progress, False):
-                        saver.save(session, reporter, progress, self.evaluations)
+                    if start + args.batch_size < len(order):
+                        self._save_if_due(progress, end_of_epoch=False)
                 progress.epoch, progress.batches = progress.epoch + 1, 0
-                if saver.due(reporter.updates, progress, True):
-                    saver.save(session, reporter, progress, self.evaluations)
+                if progress.epoch < args.num_train_epochs:
+                    self._save_if_due(progress, end_of_epoch=True)
         self.display.say(f"trained {steps} steps on {len(pairs)} pairs")
 
-    def _saver(self) -> Saver:
-        return Saver(CheckpointStore(self.run_dir.checkpoints, self._checkpoint_limit), *self._checkpoint_every)
+    def _evaluate_once(self, name: str) -> None:
+        """Unless these policies have been evaluated."""
+        if self.reporter.evaluated_at != self.reporter.updates:
+            self._evaluate_and_report(name)
 
-    def _go_on(self) -> tuple[Checkpoint | None, Progress | None]:
-        """With `resume`, counters and metrics go back to the checkpoint that the run goes on from, if there is one."""
-        if self._resume == "never" or not self.run_dir.holds_run:
-            return None, None
-        checkpoint, skipped = find_checkpoint(self._saver().store, self._resume)
-        for line in skipped:
-            self.display.say(f"skipped: {line}")
-        session, reporter = self.session, self.reporter
-        if checkpoint is None:
-            reporter.restore(None)
-            self.display.say(f"going on with the run in {self.run_dir.path}: what is in its journal is not sampled again")
-            return None, None
-        progress, self.evaluations = restore(checkpoint, session, reporter)
-        self.display.say(f"going on from update {reporter.updates} of {progress.total_updates}, {checkpoint.folder}")
-        return checkpoint, progress
+    def _end_round(self, progress: Progress) -> None:
+        progress.next_round()
+
+    def _finish(self, pairs: Sequence[PreferencePair]) -> None:
+        """Saves the agents and says how they are."""
+        if not self.session.steps:
+            self.display.say("no pair of different scores: nothing to learn from, the policies are unchanged")
+            self.run_dir.mark_complete(self.rounds)
+            return
+        self.save_model(self.run_dir.final)  # first: what follows needs engines, and one may have died meanwhile
+        if self._evaluates:
+            self._evaluate_once("after")
+        if pairs:
+            self._report_logprob_gap(pairs)
+        self.run_dir.mark_complete(self.rounds)
+        self.display.say(f"weights, metrics and samples are in {self.run_dir.path}")
+        self._show_results()
+
+    def _show_results(self) -> None:
+        if self.evaluations:
+            self.display.reward_table([self.evaluations[0], self.evaluations[-1]])
 
     @property
     def _evaluates(self) -> bool:
         return self.eval_dataset is not None and self.args.eval_interval > 0
 
+    def _start_schedules(self, total: int) -> None:
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        self.cluster.run({role: call(PolicyEngine.start_schedule, total) for role in self.session.actors})
+
     def _learner(self) -> MadpoLearner:
-        actors = self.session.actors
-        self.session.to_training()
-        return MadpoLearner(
-            self.cluster, actors, self.args.dpo_beta, score_last_token=self.args.scores_last_token,
-            max_tokens=self.args.max_tokens_per_micro_batch, max_pairs=self.session.max_pairs,
-            margin_pass=self.args.margin_pass,
-        )  # fmt: skip
+        """Made once: later the allocators hold what they have freed, and its memory looks taken."""
+        session, args = self.session, self.args
+        session.to_training()
+        if session.learner is None:
+            frozen = frozenset(i for i in range(args.num_actors) if not args.learns(i))
+            session.learner = MadpoLearner(
+                self.cluster, session.actors, args.dpo_beta, score_last_token=args.scores_last_token,
+                max_tokens=args.max_tokens_per_micro_batch, max_pairs=session.max_pairs, margin_pass=args.margin_pass,
+                frozen=frozen,
+            )  # fmt: skip
+        return session.learner

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.learners.madpo import StepReport
 from comlrl_ds.learners.spans import busy
-from comlrl_ds.preference.collection import Collected
 from comlrl_ds.preference.evaluation import Evaluation
+from comlrl_ds.preference.pairs import Collected
 from comlrl_ds.preference.prompts import PromptBuilder
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.rollout.base import SyncReport
@@ -30,28 +31,35 @@ class Reporter:
         self._args, self._display = args, display
         self._metrics = Metrics(run_dir.metrics, trackers_for(list(report_to), run_dir.path))
         self.updates = self.env_step = self.nonfinite_steps = 0
+        self.evaluated_at = -1
 
     def counters(self) -> dict[str, int]:
         """What a resumed run goes on from; `metrics_bytes` is how much of metrics.jsonl belongs to it."""
         return {
             "updates": self.updates, "env_step": self.env_step, "nonfinite_steps": self.nonfinite_steps,
-            "metrics_bytes": self._metrics.size,
+            "evaluated_at": self.evaluated_at, "metrics_bytes": self._metrics.size,
         }  # fmt: skip
 
     def restore(self, counters: Mapping[str, int] | None) -> None:
         """Back to a checkpoint's counters; None is the start of the run. Later lines of the metrics are dropped."""
         counters = counters or {}
         self.updates, self.env_step = counters.get("updates", 0), counters.get("env_step", 0)
-        self.nonfinite_steps = counters.get("nonfinite_steps", 0)
+        self.nonfinite_steps, self.evaluated_at = counters.get("nonfinite_steps", 0), counters.get("evaluated_at", -1)
         self._metrics.cut(counters.get("metrics_bytes", 0))
 
     def log(self, values: Mapping[str, float]) -> None:
         """Metrics at the present update."""
         self._metrics.write(self.updates, self.env_step, values)
 
-    def collection(self, collected: Collected, builder: PromptBuilder, oracle_errors: int, seconds: float, rate: float) -> None:
-        """A finished collection; `rate` in tokens per second of generation."""
-        values = {
+    def collection_report(
+        self, collected: Collected, builder: PromptBuilder, oracle_errors: int, seconds: float, rate: float
+    ) -> dict[str, Any]:
+        """What there is to say of a finished collection; `rate` in tokens per second of generation.
+
+        Returns:
+            {"values": metrics, "text": a line}, plain types.
+        """
+        values: dict[str, float] = {
             "collect/pairs": len(collected.pairs), "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
             "collect/oracle_errors": oracle_errors, "collect/reward_mean": collected.score_mean,
             "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": builder.dropped,
@@ -59,13 +67,18 @@ class Reporter:
         }  # fmt: skip
         for side in ("winner", "loser"):
             values |= {agent_metric(f"collect/{side}_tokens", i): n for i, n in enumerate(collected.lengths(side))}
-        self.log(values)
         dropped = f", {builder.dropped} tasks dropped as over-long" if builder.dropped else ""
-        self._display.say(
+        text = (
             f"collected {len(collected.sampled)} tasks × {self._args.preference_num_candidates} candidates in {seconds:.0f} s"
             f" ({rate:.0f} tokens/s): {len(collected.pairs)} pairs, {collected.ties} ties, {collected.invalid} invalid scores,"
             f" mean score {collected.score_mean:.3f}{dropped}"
         )
+        return {"values": {k: v if math.isfinite(v) else None for k, v in values.items()}, "text": text}
+
+    def collected(self, report: Mapping[str, Any]) -> None:
+        """Says what `collection_report` found."""
+        self.log({k: math.nan if v is None else v for k, v in report["values"].items()})
+        self._display.say(report["text"])
 
     def step(self, report: StepReport, batch: Sequence[PreferencePair]) -> None:
         """A finished step."""
@@ -81,7 +94,7 @@ class Reporter:
             "train/overlap": report.overlap,
             "turn_1/reward_mean": reward, "turn_1/expected_return": reward,
         }  # fmt: skip
-        for i in range(self._args.num_agents):
+        for i in range(self._args.num_actors):
             values |= {
                 agent_metric("train/busy_s", i): busy(report.spans[i]),
                 agent_metric("train/margin", i): report.margins[i].mean().item(),

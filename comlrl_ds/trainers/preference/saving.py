@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
@@ -18,11 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far the training on a round's pairs is: updates in all, the epoch in work, and its batches that are done."""
+    """How far a run is.
 
-    total_updates: int
+    Attributes:
+        total_updates: of the whole run, expected; 0 until the first pairs are there.
+        round: in work, from 1. collected: whether its pairs are there and reported.
+        epoch: of the round, in work. batches: of the epoch, done.
+    """
+
+    total_updates: int = 0
+    round: int = 1
+    collected: bool = False
     epoch: int = 0
     batches: int = 0
+
+    def next_round(self) -> None:
+        self.round, self.collected, self.epoch, self.batches = self.round + 1, False, 0, 0
 
 
 @dataclass
@@ -31,23 +42,26 @@ class Saver:
 
     Args:
         store: where they are. every: epochs between two; 0 saves none. updates: updates between two within an epoch.
+        epochs: of a round. last: updates at the last checkpoint.
     """
 
     store: CheckpointStore
     every: int = 1
     updates: int | None = None
-    _last: int = field(default=0)
+    epochs: int = 1
+    last: int = 0
 
     def due(self, updates: int, progress: Progress, end_of_epoch: bool) -> bool:
-        """Whether this is a moment to save: the run goes on, and enough happened since the last one."""
-        if updates >= progress.total_updates:
-            return False  # the trained agents themselves are saved next
+        """Whether enough happened since the last one."""
         if end_of_epoch and self.every:
-            return progress.epoch % self.every == 0
-        return bool(self.updates) and updates - self._last >= (self.updates or 0)
+            return ((progress.round - 1) * self.epochs + progress.epoch) % self.every == 0
+        return bool(self.updates) and updates - self.last >= (self.updates or 0)
 
-    def save(self, session: Session, reporter: Reporter, progress: Progress, evaluations: list[tuple[str, Evaluation]]) -> Path:
-        """Writes a checkpoint of everything that the run has learned and counted."""
+    def save(
+        self, session: Session, reporter: Reporter, progress: Progress, evaluations: list[tuple[str, Evaluation]],
+        more: dict[str, Any] | None = None,
+    ) -> Path:  # fmt: skip
+        """Writes a checkpoint of everything that the run has learned and counted; `more` is the trainer's own."""
         from comlrl_ds.engines.state import save_state
 
         folder = self.store.begin(reporter.updates)
@@ -57,8 +71,8 @@ class Saver:
             "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps, "world": session.world(),
             "evaluations": [[name, e.items, e.rewards] for name, e in evaluations],
         }  # fmt: skip
-        self._last = reporter.updates
-        return self.store.seal(folder, state, files)
+        self.last = reporter.updates
+        return self.store.seal(folder, state | (more or {}), files)
 
 
 def find_checkpoint(store: CheckpointStore, resume: str) -> tuple[Checkpoint | None, list[str]]:

@@ -15,7 +15,7 @@ from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.errors import Findings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
-from comlrl_ds.preference.collection import agent_name
+from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.base import PolicyWeights, SyncReport
 from comlrl_ds.rollout.start import Engines
 
@@ -48,7 +48,7 @@ def plan_actors(settings: EngineSettings, args: MADPOConfig, layout: Layout) -> 
     from comlrl_ds.engines.hardware import best_dtype
 
     found, plans = Findings(), {}
-    for role in map(actor_role, range(args.num_agents)):
+    for role in map(actor_role, range(args.num_actors)):
         own = layout.roles[role].deepspeed
         numbers = TrainerNumbers(
             args.batch_size, len(layout.ranks_of(role)), args.agent_learning_rate, args.max_grad_norm, settings.dtype,
@@ -65,11 +65,16 @@ def _plan_one(own: Any, settings: EngineSettings, numbers: Any, plan_engine: Any
 
 
 class Session:
-    """The running parts. Engine children start in the constructor, so that their start-up overlaps with `start_actors`."""
+    """The running parts. Engine children start in the constructor, so that their start-up overlaps with `start_actors`.
+
+    Args:
+        sources: model folder of each actor. comparators: of each comparator with a model of its own.
+        swaps: whether engines will be given weights from disk.
+    """
 
     def __init__(
         self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
-        args: MADPOConfig, rollout: RolloutConfig, log: Path | None,
+        args: MADPOConfig, rollout: RolloutConfig, log: Path | None, comparators: Sequence[str] = (), swaps: bool = False,
     ) -> None:  # fmt: skip
         self.cluster = cluster
         if cluster.tenant is not None:
@@ -80,10 +85,14 @@ class Session:
         compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
         self.rollout_dtype = compute if rollout.dtype == "auto" else rollout.dtype
         self.syncs: list[SyncReport] = []
-        self._engines = Engines(rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log)
+        self._engines = Engines(
+            rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
+            comparators=comparators, swaps=swaps,
+        )  # fmt: skip
         self._started = False
         self._away = False
         self.steps = 0
+        self.learner: Any = None
 
     @property
     def actors(self) -> list[str]:
@@ -140,7 +149,7 @@ class Session:
         policies = {}
         for i, source in enumerate(self._sources):
             name = agent_name(i)
-            if not self.steps:
+            if not self.steps or not self._args.learns(i):
                 policies[name] = PolicyWeights(name, source, source)
                 continue
             role = actor_role(i)

@@ -13,9 +13,10 @@ from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.config.task import check_tasks
-from comlrl_ds.preference.collection import Team
+from comlrl_ds.preference.centralized import CentralizedComparatorAdapter, check_adapter, joint_prompt
 from comlrl_ds.preference.oracle import Oracle
-from comlrl_ds.preference.prompts import Formatter, PromptBuilder, PromptError, check_formatters
+from comlrl_ds.preference.prompts import Formatter, JointPromptBuilder, PromptBuilder, PromptError, check_formatters
+from comlrl_ds.preference.teams import JointTeam, Team
 
 MODEL_KEYS = ("torch_dtype", "dtype", "attn_implementation", "model_kwargs", "critic_model_kwargs", "special_tokens")
 
@@ -69,6 +70,29 @@ def read_agents(agent_model: Any, agents: Sequence[Any] | None, num_agents: int)
     raise ConfigError(Problem("agent_model", "a model object serves one agent; give agents = [one per agent]"))
 
 
+def folders_of(listed: Sequence[Any], paths: Sequence[str], names: Sequence[str], place: Path) -> list[str]:
+    """A folder for every model source; a model object is written to one.
+
+    Args:
+        paths: where each stands in the run file. names, place: folder and parent of a model object's own.
+    """
+    from comlrl_ds.engines.loading import local_folder
+
+    found, folders = Findings(), []
+    for model, path, name in zip(listed, paths, names):
+        if isinstance(model, str | Path):
+            folders.append(found.of(partial(local_folder, str(model), path)) or "")
+        elif hasattr(model, "save_pretrained"):
+            folders.append(str(place / name))
+        else:
+            found.add(path.removesuffix(".model"), f"{type(model).__name__} is neither a model source nor a transformers model")
+    found.raise_any()
+    for model, folder in zip(listed, folders):
+        if not isinstance(model, str | Path):
+            model.save_pretrained(folder)
+    return folders
+
+
 @dataclass
 class TeamSetup:
     """Everything about the agents that needs no model in memory."""
@@ -79,15 +103,25 @@ class TeamSetup:
     formatters: list[Formatter]
     prompt_limits: list[int]
     args: MADPOConfig
+    adapter: CentralizedComparatorAdapter
 
-    def prompt_builder(self) -> PromptBuilder:
-        return PromptBuilder(self.team.tokenizers, self.formatters, self.prompt_limits, self.args.overlong_prompt)
+    def prompt_builder(self, limits: Sequence[int] | None = None) -> PromptBuilder:
+        """Builds the actors' prompts; `limits` replaces their longest lengths."""
+        limits = self.prompt_limits if limits is None else limits
+        if self.args.centralized:
+            return self.joint_builder(self.team.tokenizers[0], limits[0])
+        return PromptBuilder(self.team.tokenizers, self.formatters, limits, self.args.overlong_prompt)
+
+    def joint_builder(self, tokenizer: Any, limit: int) -> JointPromptBuilder:
+        """Builds prompts for one writer of every role."""
+        join = partial(joint_prompt, self.adapter)
+        return JointPromptBuilder(tokenizer, self.formatters, join, limit, self.args.overlong_prompt)
 
     def try_first_prompt(self, dataset: Sequence[Mapping[str, Any]], name: str) -> None:
         """Formats the first task, so that a formatter or template that cannot work ends the run here."""
         check_tasks(dataset, name)
         try:
-            PromptBuilder(self.team.tokenizers, self.formatters, [1 << 60] * self.team.size).build(dataset, [0])
+            self.prompt_builder([1 << 60] * self.team.size).build(dataset, [0])
         except PromptError as error:
             raise ConfigError(Problem(name, str(error))) from None
 
@@ -100,6 +134,7 @@ def set_up_team(
     reward_processor: Callable[[float], float] | None,
     args: MADPOConfig,
     rollout: RolloutConfig,
+    adapter: Any = None,
 ) -> TeamSetup:
     """Checks and loads what is light: tokenizers, formatters, the oracle's signature, token limits."""
     from comlrl_ds.engines.loading import load_tokenizer, stop_ids
@@ -118,12 +153,13 @@ def set_up_team(
             if source not in loaded:
                 loaded[source] = found.of(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
-    checked = found.of(lambda: check_formatters(formatters, len(sources)))
+    checked = found.of(lambda: check_formatters(formatters, args.num_agents))
+    adapter = check_adapter(adapter)
     oracle = None
     if reward_func is None:
         found.add("reward_func", "required: a function that scores joint responses")
     else:
-        oracle = found.of(partial(Oracle, reward_func, len(sources), reward_processor))
+        oracle = found.of(partial(Oracle, reward_func, args.num_agents, reward_processor))
     longest = [max_model_len(rollout, s) for s in sources]
     for i, (room, new) in enumerate(zip(longest, args.token_limits)):
         if new >= room:
@@ -131,9 +167,12 @@ def set_up_team(
             found.add("max_new_tokens", message)
     found.raise_any()
     assert oracle and checked
-    team = Team(given, args.token_limits, [stop_ids(s, t) for s, t in zip(sources, given)])
+    stops = [stop_ids(s, t) for s, t in zip(sources, given)]
+    team = Team(given, args.token_limits, stops)
+    if args.centralized:
+        team = JointTeam(given, args.token_limits, stops, roles=args.num_agents, adapter=adapter, keep_unparsed=True)
     limits = [room - new for room, new in zip(longest, args.token_limits)]
-    return TeamSetup(list(sources), team, oracle, checked, limits, args)
+    return TeamSetup(list(sources), team, oracle, checked, limits, args, adapter)
 
 
 def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:

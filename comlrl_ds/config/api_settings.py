@@ -134,6 +134,21 @@ class APISettings:
             check(findings)
         findings.raise_any()
 
+    def check_credential(self) -> None:
+        """The key is there. Apart from the other checks, as the main rank alone has it.
+
+        Raises:
+            ConfigError: the environment variable is not set, the key is empty, or no header can carry it.
+        """
+        findings = Findings()
+        where = "comparator_api_key" if self.key is not None else "comparator_api_key_env"
+        credential = self.credential()
+        if credential is not None and not credential.reveal():
+            findings.add(where, f"the environment variable {self.key_env!r} is not set" if self.key is None else "is empty")
+        elif credential is not None and not _fits_a_header(credential.reveal()):
+            findings.add(where, "the key holds characters that no header can carry (line breaks, non-ASCII letters)")
+        findings.raise_any()
+
     def credential(self) -> Secret | None:
         """The key, or None where the endpoint needs none."""
         if isinstance(self.key, Secret):
@@ -148,7 +163,7 @@ class APISettings:
 
     def answer_scrubber(self) -> Scrubber:
         """For answers, which an endpoint may fill with what it was sent: removes what is a credential by its name."""
-        return Scrubber(s for s in self._secrets(_CREDENTIAL) if len(s) >= SHORTEST_SECRET)
+        return Scrubber(s for s in self._secrets(CREDENTIAL_NAME) if len(s) >= SHORTEST_SECRET)
 
     def _secrets(self, names: re.Pattern[str]) -> list[str]:
         credential = self.credential()
@@ -180,15 +195,9 @@ class APISettings:
             findings.add("comparator_api_url", "holds a user name or password; write it in comparator_api_key_env's variable")
 
     def _check_key(self, findings: Findings) -> None:
-        where = "comparator_api_key" if self.key is not None else "comparator_api_key_env"
-        credential = self.credential()
         if self.key is None and self.key_env is not None and not _VARIABLE.fullmatch(self.key_env):
             # Not shown: it may be the key itself.
-            findings.add(where, "is not the name of an environment variable; write its name, not the key")
-        elif credential is not None and not credential.reveal():
-            findings.add(where, f"the environment variable {self.key_env!r} is not set" if self.key is None else "is empty")
-        elif credential is not None and not _fits_a_header(credential.reveal()):
-            findings.add(where, "the key holds characters that no header can carry (line breaks, non-ASCII letters)")
+            findings.add("comparator_api_key_env", "is not the name of an environment variable; write its name, not the key")
         if not _TOKEN.fullmatch(self.key_header):
             findings.add("comparator_api_key_header", f"{self.key_header!r} is not a header's name")
         if self.key_prefix is not None and not _fits_a_header(self.key_prefix):
@@ -233,7 +242,7 @@ class APISettings:
 
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_CREDENTIAL = re.compile("auth|key|token|secret|cookie|password|credential", re.IGNORECASE)
+CREDENTIAL_NAME = re.compile("auth|key|token|secret|cookie|password|credential", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 

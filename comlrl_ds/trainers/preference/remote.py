@@ -1,0 +1,61 @@
+"""A comparator behind HTTP in one collection: asked at once, journaled as it answers, handed over task by task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator, APICounters, Asking
+from comlrl_ds.preference.api_formats import APIRequest
+from comlrl_ds.preference.collection import SampledItem
+from comlrl_ds.preference.journal import Journal, Known
+from comlrl_ds.preference.prompts import JointPrompt
+from comlrl_ds.rollout.base import Sampling
+from comlrl_ds.trainers.preference.comparator import Comparator
+
+
+@dataclass
+class Asked:
+    """What is being answered: `items` gives a task when all its requests have ended."""
+
+    items: Iterator[SampledItem]
+    counters: APICounters
+
+    def metrics(self) -> dict[str, float]:
+        """Of this collection."""
+        c = self.counters
+        return {
+            "iter/api_requests": c.requests, "iter/api_retries": c.retries, "iter/api_failures": c.failures,
+            "iter/api_answers": c.answers, "iter/api_known": c.known,
+        }  # fmt: skip
+
+
+@contextmanager
+def ask_api(
+    comparator: Comparator, joints: Sequence[JointPrompt], sampling: Sampling, round: int, journal: Journal, known: Known
+) -> Iterator[Asked]:
+    """Asks for every task; answers that the journal has are not asked for again."""
+    requests = comparator.requests(joints)
+
+    def keep(round: int, item: int, agent: int, candidate: int, text: str) -> None:
+        journal.append("answer", round=round, item=item, agent=agent, candidate=candidate, text=text)
+
+    with APIComparator(comparator.args.api, sampling, keep) as api:
+        asking = api.ask(requests, round=round, known=known.answers)
+        yield Asked(_by_task(comparator, joints, requests, asking), api.counters)
+
+
+def _by_task(
+    comparator: Comparator, joints: Sequence[JointPrompt], requests: Sequence[APIRequest], asking: Asking
+) -> Iterator[SampledItem]:
+    writers = len(requests) // max(len(joints), 1)
+    waiting = [writers] * len(joints)
+    texts: dict[int, tuple[str | None, ...]] = {}
+    for number, answer in asking:
+        count = requests[number].candidates
+        texts[number] = answer.texts if isinstance(answer, APIAnswer) else (None,) * count
+        task = number // writers
+        waiting[task] -= 1
+        if not waiting[task]:
+            yield comparator.answered(joints[task], [texts[task * writers + k] for k in range(writers)])
