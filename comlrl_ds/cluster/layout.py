@@ -87,6 +87,15 @@ class Layout:
     def host(self, rank: int) -> str:
         return self.slots[rank].host
 
+    def lines(self) -> list[str]:
+        """The placement as a text."""
+        told = [
+            f"group {name}: " + ", ".join(f"rank {r} on {self.slots[r].host} slot {self.slots[r].slot}" for r in ranks)
+            for name, ranks in self.groups.items()
+        ]
+        told += [f"{role}: group {place.group}" for role, place in self.roles.items()]
+        return [*told, f"rollout: {', '.join(self.rollout.groups)}, {self.rollout.tensor_parallel} ranks an engine"]
+
     @property
     def hosts(self) -> list[str]:
         return list(dict.fromkeys(s.host for s in self.slots))

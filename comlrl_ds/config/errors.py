@@ -82,8 +82,7 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
         if isinstance(inner, ConfigError):
             found |= {f"{p.path}\n{p.message}": p for p in inner.under(path).problems}
             continue
-        written = repr(e["input"])
-        written = written if len(written) <= 80 else written[:77] + "..."
+        written = _shown(path, e["input"])
         if e["type"] == "extra_forbidden":
             message = f"unknown setting{nearest(str(e['loc'][-1]), _fields_at(model, e['loc'][:-1]))}"
         elif e["type"] == "missing":
@@ -96,6 +95,14 @@ def problems_of(error: ValidationError, model: type[BaseModel]) -> list[Problem]
             message = f"{e['msg'][0].lower()}{e['msg'][1:]}, got {written}"
         found.setdefault(path if path else message, Problem(path, message))
     return list(found.values())
+
+
+def _shown(path: str, value: Any) -> str:
+    """What the user wrote, as a message may show it: neither a key nor what may hold one."""
+    if path == "args" or "comparator_api_" in path or isinstance(value, dict) or "comparator_api_" in str(value):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _is_type_tag(part: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer
 
 from comlrl_ds.config.api_settings import CREDENTIAL_NAME, HIDDEN, APISettings, Secret
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings
@@ -37,10 +37,16 @@ def _secret(value: Any) -> Any:
 
 
 def _mapping(value: Any) -> Any:
-    """As `_secret`: headers may hold a key."""
+    """As `_secret`."""
     if value is not None and not isinstance(value, dict):
         raise ConfigError(Problem("", f"must be a mapping, got {type(value).__name__}"))
     return value
+
+
+def _headers(value: Any) -> Any:
+    """Their values may be keys."""
+    value = _mapping(value)
+    return value and {name: Secret(text) if isinstance(text, str) else text for name, text in value.items()}
 
 
 class IterativeSettings(Settings):
@@ -86,7 +92,7 @@ class IterativeSettings(Settings):
     comparator_api_model: str | None = Field(None, description="Sent as the model's name.")
     comparator_api_max_n_per_request: Any = Field(None, description="openai: answers of one request.")
     comparator_api_timeout: Any = Field(120.0, description="Seconds for one answer.")
-    comparator_api_headers: Annotated[dict[str, Any] | None, BeforeValidator(_mapping)] = Field(
+    comparator_api_headers: Annotated[dict[str, Any] | None, BeforeValidator(_headers)] = Field(
         None, description="Sent with each request; written to no file.", exclude=True, repr=False
     )
     comparator_api_key: Annotated[Any, BeforeValidator(_secret)] = Field(
@@ -116,7 +122,10 @@ class IterativeSettings(Settings):
     def api(self) -> APISettings:
         """The page's `comparator_api_*`."""
         names = [n.removeprefix(API) for n in IterativeSettings.model_fields if n.startswith(API)]
-        return APISettings(**{name: getattr(self, API + name) for name in names})
+        values = {name: getattr(self, API + name) for name in names}
+        headers = values["headers"] or {}
+        values["headers"] = {n: v.reveal() if isinstance(v, Secret) else v for n, v in headers.items()} or None
+        return APISettings(**values)
 
     @property
     def history_k(self) -> int:
@@ -146,8 +155,14 @@ class IterativeSettings(Settings):
     def _body_without_keys(self, value: Any) -> Any:
         return _without_keys(value)
 
-    @model_validator(mode="after")
-    def _iterative_settings_agree(self) -> IterativeSettings:
+    def __getstate__(self) -> dict[Any, Any]:
+        """A copy in a file or message holds no key; `Secret`s empty themselves."""
+        state = dict(super().__getstate__())
+        hidden = {"url": self._url_without_query, "extra_body": _without_keys}
+        state["__dict__"] = state["__dict__"] | {API + n: hide(state["__dict__"][API + n]) for n, hide in hidden.items()}
+        return state
+
+    def _problems(self) -> list[Problem]:
         found = Findings()
         found.of(lambda: self.replay)
         local = self.comparator_policy in ("current", "current_copy", "history")
@@ -163,25 +178,20 @@ class IterativeSettings(Settings):
             found.of(lambda: self.api)
         else:
             found.of(self._check_format)
-        found.raise_any()
-        return self
+        return found.problems
 
     def _check_format(self) -> None:
-        """An unknown format is refused whatever the policy is."""
-        try:
-            APISettings("http://localhost", self.comparator_api_format, model="any")
-        except ConfigError as error:
-            raise ConfigError(p for p in error.problems if p.path == "comparator_api_format") from None
+        """An unknown format, or a password in an address, is refused whatever the policy is."""
+        APISettings(self.comparator_api_url or "http://localhost", self.comparator_api_format, model="any")
 
 
-def _without_keys(value: Any) -> Any:
+def _without_keys(value: Any, hide: bool = False) -> Any:
     """Texts under names of credentials are hidden, at any depth."""
     if isinstance(value, dict):
-        hidden = {k: HIDDEN for k, v in value.items() if isinstance(v, str) and CREDENTIAL_NAME.search(str(k))}
-        return {k: hidden.get(k, _without_keys(v)) for k, v in value.items()}
+        return {k: _without_keys(v, hide or bool(CREDENTIAL_NAME.search(str(k)))) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_keys(v) for v in value]
-    return value
+        return [_without_keys(v, hide) for v in value]
+    return HIDDEN if hide and isinstance(value, str) else value
 
 
 class MADPOIterConfig(IterativeSettings, MADPOConfig):
@@ -196,9 +206,9 @@ class MADPOIterConfig(IterativeSettings, MADPOConfig):
     )
     num_train_epochs: Positive = Field(1, description="Passes over a round's pairs.")
 
-    @model_validator(mode="after")
-    def _comparator_agrees(self) -> MADPOIterConfig:
+    def _problems(self) -> list[Problem]:
         found, agents = Findings(), self.num_agents
+        found.problems += [*MADPOConfig._problems(self), *IterativeSettings._problems(self)]
         index = self.comparator_centralized_agent_index
         if self.compares_centralized and index >= self.num_actors:
             only = "0: one actor writes every role" if self.centralized else f"0 to {agents - 1}"
@@ -213,8 +223,7 @@ class MADPOIterConfig(IterativeSettings, MADPOConfig):
         devices = self.comparator_devices
         if isinstance(devices, list) and len(devices) not in (1, agents):
             found.add("comparator_devices", f"a list of {len(devices)} for {agents} agents; write one value or {agents}")
-        found.raise_any()
-        return self
+        return found.problems
 
     @property
     def compares_centralized(self) -> bool:

@@ -134,7 +134,13 @@ class MADPOConfig(Settings):
         return cls.model_fields[info.field_name].default if value is None else value
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> MADPOConfig:
+    def _settings_agree(self) -> MADPOConfig:
+        if problems := self._problems():
+            raise ConfigError(problems)
+        return self
+
+    def _problems(self) -> list[Problem]:
+        """What contradicts what; subclasses add to it, so that one look shows all."""
         problems = []
         if self.pair_selection == "all" and self.preference_pairs_per_sample is not None:
             message = f"{self.preference_pairs_per_sample} contradicts pair_selection 'all'; write null"
@@ -152,9 +158,7 @@ class MADPOConfig(Settings):
             elif max(self.train_agents) >= actors:
                 message = f"{self.train_agents}: the agents are 0 to {actors - 1}"
                 problems.append(Problem("train_agents", message))
-        if problems:
-            raise ConfigError(problems)
-        return self
+        return problems
 
     @property
     def centralized(self) -> bool:

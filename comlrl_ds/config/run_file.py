@@ -57,6 +57,9 @@ class RolloutConfig(Settings):
     max_num_seqs: Positive = Field(256, description="Completions that an engine samples at the same time.")
     kv_cache_bytes: Positive | None = Field(None, description="KV cache per CPU engine; None: 1 GiB.")
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1, description="Share of a GPU that an engine may take.")
+    sleep_level: Literal[1, 2] = Field(
+        1, description="Engines that share GPUs with actors: 1 keeps sleeping weights in host memory, 2 drops and resends them."
+    )
     start_timeout_s: Positive = Field(600, description="Longest start of an engine.")
     timeout_s: Positive = Field(600, description="Longest silence of a working engine before the run ends.")
     verify_sync: bool = Field(True, description="Check after each sync that the engine answers with changed weights.")
@@ -171,8 +174,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(Problem(str(file), "no such file")) from None
     except OSError as error:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(str(file), f"not YAML: {' '.join(str(error).split())}")) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem(str(file), f"not YAML: {error}")) from None
+    except yaml.YAMLError as error:  # its own text would show the line, which may hold a key
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(Problem(str(file), f"not YAML: {problem}{where}")) from None
     if not isinstance(data, dict):
         raise ConfigError(Problem(str(file), "must be a mapping with trainer, agents, task …"))
     return data
@@ -224,7 +231,7 @@ def _problems_in_args(data: dict[str, Any]) -> list[Problem]:
 def _override(data: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path:
-        raise ConfigError(Problem(text, "not an override; write path.to.setting=value"))
+        raise ConfigError(Problem(text.split()[0] if text.split() else text, "not an override; write path.to.setting=value"))
     *parents, last = _words(path)
     place: Any = data
     for part in parents:
@@ -259,5 +266,5 @@ def _step(place: Any, part: str, path: str) -> Any:
             raise ConfigError(Problem(path, f"unknown section {part!r}{nearest(part, list(RunFile.model_fields))}"))
         inner = place[part] = {}
     if not isinstance(inner, dict | list):
-        raise ConfigError(Problem(path, f"{part!r} is {inner!r}, not a section"))
+        raise ConfigError(Problem(path, f"{part!r} is {'empty' if inner is None else type(inner).__name__}, not a section"))
     return inner

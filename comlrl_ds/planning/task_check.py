@@ -83,7 +83,10 @@ def _shown(run_file: RunFile, task: LoadedTask) -> dict[str, str]:
 
 
 def _rounds(args: MADPOIterConfig) -> dict[str, str]:
-    source = {"model": args.comparator_model_name or "comparator_agents", "history": f"{args.history_k} rounds before"}
+    source = {
+        "model": args.comparator_model_name or "comparator_agents",
+        "history": f"{args.history_k} round{'s' * (args.history_k > 1)} before",
+    }
     source |= {"api": f"{args.api.format} at {args.api.place}"} if args.comparator_policy == "api" else {}
     detail = source.get(args.comparator_policy)
     mode = ", one writes every role" if args.compares_centralized else ""

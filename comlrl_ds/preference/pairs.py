@@ -103,7 +103,7 @@ def compared_pairs(
         wins += sum(a > b for _, a, b in values)
         item = _merged(ours, theirs)
         merged.append(item)
-        finite = [s.value for _, a, b in rows for s in (a, b) if s.valid]
+        finite = [s.value for _, a, b in rows if a is not MISSING and b is not MISSING for s in (a, b) if s.valid]
         generator = generator_of(run_seed, "pair_selection", round, item.joint.index)
         for j, won in select_compared(values, mode, cap, generator):
             other = len(ours.scores) + j
@@ -123,7 +123,9 @@ def _merged(ours: SampledItem, theirs: SampledItem) -> SampledItem:
     )  # fmt: skip
 
 
-def in_agents_tokens(item: SampledItem, joint: Any, team: Team, *, same_tokens: bool, split: bool) -> SampledItem:
+def in_agents_tokens(
+    item: SampledItem, joint: Any, team: Team, *, same_tokens: bool, split: bool, sections: bool = False
+) -> SampledItem:
     """A comparator's task as the team's writers would have written it: their prompts, their token ids.
 
     Args:
@@ -131,16 +133,17 @@ def in_agents_tokens(item: SampledItem, joint: Any, team: Team, *, same_tokens: 
         same_tokens: the comparator's ids are the team's, so they are kept; else texts are tokenised, and finished answers
             end with the writer's stop token, as their own do.
         split: each role's text is a response of its own; else one writer's answer holds them all.
+        sections: these texts were parts of a joint answer, each with its end.
     """
     if same_tokens:
         return replace(item, joint=joint)
     texts = item.texts if split else item.written
     rows = []
     for i, (tokenizer, candidates) in enumerate(zip(team.tokenizers, texts)):
-        stop = team.stop_ids[i][:1]
+        stop = _end_of(tokenizer, team.stop_ids[i])
         encoded = tokenizer(candidates, add_special_tokens=False)["input_ids"] if candidates else []
-        # A section with its closing tag is finished, as is an answer that came as text.
-        own = item.completions[i] if len(item.completions) == len(texts) else None
+        # A section is finished, as is an answer that came as text.
+        own = item.completions[i] if item.completions and not sections else None
         row = []
         for j, ids in enumerate(encoded):
             end = own is None or own[j].finish_reason == "stop"
@@ -149,6 +152,11 @@ def in_agents_tokens(item: SampledItem, joint: Any, team: Team, *, same_tokens: 
             row.append(Completion(whole or stop or (0,), "stop" if end else "length", "text"))
         rows.append(row)
     return replace(item, joint=joint, completions=rows, written=texts)
+
+
+def _end_of(tokenizer: Any, stop_ids: Sequence[int]) -> tuple[int, ...]:
+    """The token with which a writer ends its answers: of several that stop it the tokenizer's own."""
+    return (tokenizer.eos_token_id,) if tokenizer.eos_token_id in stop_ids else tuple(stop_ids[:1])
 
 
 def _check_scores(sampled: Sequence[SampledItem], max_invalid_fraction: float) -> tuple[int, int]:

@@ -109,8 +109,8 @@ class VLLMServer:
         return self.engine.vllm_config.parallel_config.world_size
 
     # On a GPU that a trainer shares: memory is given back between collections.
-    def sleep(self, say: Callable[[Any], None]) -> None:
-        self.llm.sleep(level=1)
+    def sleep(self, say: Callable[[Any], None], level: int) -> None:
+        self.llm.sleep(level=level)
 
     def wake(self, say: Callable[[Any], None], tags: list[str]) -> None:
         self.llm.wake_up(tags=tags)

@@ -218,11 +218,13 @@ class Engines:
         """Engines that share GPUs with actors give their memory back."""
         if self._sleepers and not self._asleep:
             for engine in self._sleepers:
-                engine.calls.call("sleep")
+                engine.calls.call("sleep", level=self._config.sleep_level)
+                if self._config.sleep_level == 2:
+                    engine.held = ""  # its weights are gone: whatever it samples next is sent before
             self._asleep = True
 
     def wake(self) -> None:
-        """They take it again; weights are then those from before, and so is `held`."""
+        """They take it again; after level 1 weights are those from before, and so is `held`."""
         if self._asleep:
             for engine in self._sleepers:
                 engine.calls.call("wake", tags=["weights", "kv_cache"])

@@ -32,16 +32,20 @@ class PolicyFolders:
         final = self.path(index)
         temporary = final.with_name(f".{final.name}.tmp")
         for left in self.folder.glob(".*.tmp") if self.folder.is_dir() else ():
-            shutil.rmtree(left)
+            if left.is_dir():
+                shutil.rmtree(left)
         temporary.mkdir(parents=True)
         write(temporary)
         for file in temporary.rglob("*"):
             if file.is_file():
                 _sync(file)
+        old = final.with_name(f".{final.name}.old.tmp")
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, old)
         os.replace(temporary, final)
         _sync(self.folder)
+        if old.exists():
+            shutil.rmtree(old)
         return final
 
     def drop_before(self, index: int) -> None:

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from launch import HERE, free_port
 from test_launcher import PLACEMENT, environment, run_file
 
-# Mid-collection, before the first update, within the second epoch, and before its checkpoint counts.
+# Each start of one run ends at its point: mid-collection, before the first update, within the second epoch, and before
+# its checkpoint counts. Of the iterative run the third starts within the collection of the second round.
 KILLS = ["collecting:70", "updating:1", "updating:5", "saving:1"]
+ROUND_KILLS = ["collecting:70", "updating:1", "collecting:30", "updating:5", "saving:1"]
 
 
 def start(folder: Path, file: Path, ranks: int, root: Path, kill: str = "", *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,11 +34,19 @@ def start(folder: Path, file: Path, ranks: int, root: Path, kill: str = "", *wor
     )  # fmt: skip
 
 
-def prepared(folder: Path, model: Path, ranks: int) -> Path:
+ITERATIVE = {
+    "num_iterations": 2, "comparator_policy": "history", "preference_replay_mode": "lambda_decay",
+    "preference_replay_lambda": 0.5, "num_train_epochs": 2, "eval_interval": 3,
+}  # fmt: skip
+
+
+def prepared(folder: Path, model: Path, ranks: int, trainer: str = "madpo") -> Path:
     sections = {"placement": PLACEMENT} if ranks > 1 else {}
     file = run_file(folder, model, **sections)
-    text = file.read_text().replace("num_train_epochs: 1", "num_train_epochs: 3")
-    file.write_text(text)
+    content = yaml.safe_load(file.read_text())
+    content["trainer"] = trainer
+    content["args"] |= ITERATIVE if trainer == "madpo_iter" else {"num_train_epochs": 3}
+    file.write_text(yaml.safe_dump(content))
     return file
 
 
@@ -53,12 +64,13 @@ def end_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict], dict[s
         row = {k: v for k, v in json.loads(line).items() if not any(part in k for part in timed)}
         # Syncs depend on what engines held when the run was started.
         rows += [row] if len(row) > 2 else []
-    files = [*run.glob("samples/*.json"), run / "preference_replay" / "iteration_0001.json"]
+    files = [*run.glob("samples/*.json"), *run.glob("preference_replay/iteration_*.json")]
     return weights, rows, {f.name: f.read_text() for f in files}
 
 
 def journal(folder: Path) -> Counter:
-    lines = [json.loads(x) for x in (folder / "run/preference_replay/journal_0001.jsonl").read_text().splitlines()]
+    files = sorted(folder.glob("run/preference_replay/journal_*.jsonl"))
+    lines = [json.loads(x) for file in files for x in file.read_text().splitlines()]
     keys = ("kind", "stream", "round", "item", "agent", "candidate")
     return Counter(tuple(x.get(k) for k in keys) for x in lines)
 
@@ -74,39 +86,41 @@ def assert_same_end(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tiny_model, root):
-    """The uninterrupted run, by number of ranks."""
-    made: dict[int, Path] = {}
+    """The uninterrupted run, by number of ranks and trainer."""
+    made: dict[tuple[int, str], Path] = {}
 
-    def get(ranks: int) -> Path:
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"whole{ranks}")
-            done = start(made[ranks], prepared(made[ranks], tiny_model, ranks), ranks, root)
+    def get(ranks: int, trainer: str = "madpo") -> Path:
+        if (ranks, trainer) not in made:
+            folder = made[ranks, trainer] = tmp_path_factory.mktemp(f"whole{ranks}{trainer}")
+            done = start(folder, prepared(folder, tiny_model, ranks, trainer), ranks, root)
             assert done.returncode == 0, done.stderr[-3000:]
-        return made[ranks]
+        return made[ranks, trainer]
 
     return get
 
 
-@pytest.mark.parametrize("kill", KILLS)
-def test_a_killed_process_goes_on(whole, tmp_path, tiny_model, root, kill):
+def test_a_killed_process_goes_on(whole, tmp_path, tiny_model, root):
     file = prepared(tmp_path, tiny_model, 1)
-    assert start(tmp_path, file, 1, root, kill).returncode == -9
+    for kill in KILLS:
+        assert start(tmp_path, file, 1, root, kill).returncode == -9, kill
     done = start(tmp_path, file, 1, root)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert ("going on from update" in done.stdout) == (kill == "updating:5")
-    assert "going on" in done.stdout
+    assert done.returncode == 0 and "going on from update 3 of 9" in done.stdout, done.stdout + done.stderr
     assert_same_end(whole(1), tmp_path)
     assert "this run is complete" in start(tmp_path, file, 1, root).stdout
 
 
-def test_three_ranks_go_on_after_every_kill(whole, tmp_path, tiny_model, root):
-    """One run that is killed twice: while it collects, and within the second epoch."""
-    file = prepared(tmp_path, tiny_model, 3)
-    for kill in (KILLS[0], KILLS[2]):
-        assert start(tmp_path, file, 3, root, kill).returncode != 0
-    done = start(tmp_path, file, 3, root)
-    assert done.returncode == 0 and "going on from update 3 of 9" in done.stdout, done.stdout + done.stderr
-    assert_same_end(whole(3), tmp_path)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_iterative_run_goes_on_after_every_kill(whole, tmp_path, tiny_model, root, ranks):
+    """Against older policies, trained on all rounds: round files, policies and draws are those of the whole run, too."""
+    file = prepared(tmp_path, tiny_model, ranks, "madpo_iter")
+    for kill in ROUND_KILLS:
+        killed = start(tmp_path, file, ranks, root, kill)
+        assert killed.returncode == -9 if ranks == 1 else killed.returncode != 0, kill
+    done = start(tmp_path, file, ranks, root)
+    assert done.returncode == 0 and "going on from update" in done.stdout, done.stdout + done.stderr
+    assert_same_end(whole(ranks, "madpo_iter"), tmp_path)
+    rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [r["iter/current_iteration"] for r in rows if "iter/current_iteration" in r] == [1, 2]
 
 
 def test_checkpoints_that_are_damaged_or_of_another_placement(whole, tmp_path, tiny_model, root):

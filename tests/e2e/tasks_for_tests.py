@@ -51,3 +51,25 @@ def kills_engines(first, second):
         if "engine_server" in " ".join(child.cmdline()):
             child.kill()
     return letters(first, second)
+
+
+class Halves:
+    """Joins role prompts, and takes the first half of an answer for the first role; what has no letter is no answer."""
+
+    def build_prompt(self, item, agent_prompts):
+        return " | ".join(agent_prompts)
+
+    def parse_completion(self, text, item, num_agents):
+        from comlrl_ds.trainers.preference import CentralizedComparatorParseError
+
+        if not any(c.isalpha() for c in text):
+            raise CentralizedComparatorParseError("no letter")
+        half = (len(text) + 1) // 2
+        return [text[:half], text[half:]]
+
+
+def ranged_letters(first, second):
+    return letters(first, second)
+
+
+ranged_letters.reward_range = (0.0, 3.0)

@@ -93,3 +93,38 @@ def test_a_pools_log_probs_come_from_an_engine_with_the_policys_weights(model_fo
     assert syncs == [("agent_0", 0)]
     pool.shutdown()
     pool.shutdown()
+
+
+@pytest.mark.parametrize(("level", "resent"), [(1, False), (2, True)])
+def test_weights_that_a_sleep_dropped_are_sent_again_before_the_next_sample(model_folders, level, resent):
+    """CASES 49: level 2 drops weights, so all of them come again; level 1 keeps them, so none does."""
+    from types import SimpleNamespace
+
+    from comlrl_ds.config.run_file import RolloutConfig
+    from comlrl_ds.rollout.start import Engines
+
+    class GPUEngine(TransformersRollout):
+        """Sleeps as vLLM does on a GPU."""
+
+        def call(self, name, **options):
+            if name == "sleep" and options["level"] == 2:
+                with torch.no_grad():
+                    for p in self._model.parameters():
+                        p.zero_()
+
+        @property
+        def calls(self):
+            return SimpleNamespace(call=self.call)
+
+    engine = GPUEngine(model_folders[0], dtype=torch.float32)
+    syncs = []
+    pool = RolloutPool([engine], shape_of, 60, lambda policy, k, report: syncs.append(policy.key))
+    policy = weights_on_disk("agent_0", model_folders[0])
+    requests = [Request("agent_0", tuple(some_ids(1, 5)), 6, seed, ()) for seed in range(3)]
+    before = generate(pool, requests, [policy])
+    engines = object.__new__(Engines)  # what starts engines is not under test
+    engines._sleepers, engines._asleep, engines._config = [engine], False, RolloutConfig(sleep_level=level)
+    engines.sleep()
+    engines.wake()
+    assert [c.ids for c in generate(pool, requests, [policy])] == [c.ids for c in before]
+    assert syncs == [policy.key] * resent

@@ -28,6 +28,7 @@ from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.start import engine_places
 from comlrl_ds.runs.display import Display
+from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.reporting import Reporter
@@ -232,6 +233,8 @@ class PreferenceTrainer:
         if self._reporter is None:  # a trainer that was closed and is used again goes on in the same folder
             self.run_dir.create(self._resolved_config())
             self._reporter = Reporter(self.args, self.run_dir, self.display, self._report_to)
+        text = "\n".join([*self.layout.lines(), *(f"note: {note}" for note in self._notes())]) + "\n"
+        write_atomically(self.run_dir.path / "placement.txt", text.encode())
         self.cluster.arrange(self.layout, self._stall_timeout_s, self.run_dir.path)
         self._session = Session(
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,

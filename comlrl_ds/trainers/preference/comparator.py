@@ -77,7 +77,10 @@ class Comparator:
     def in_agents_tokens(self, item: SampledItem, joint: JointPrompt) -> SampledItem:
         """A sampled task as the agents would have written it, under their prompts."""
         same = self.same_tokens and bool(item.completions)
-        return in_agents_tokens(item, joint, self.setup.team, same_tokens=same, split=not self.args.centralized)
+        split = not self.args.centralized
+        return in_agents_tokens(
+            item, joint, self.setup.team, same_tokens=same, split=split, sections=split and self.args.compares_centralized
+        )
 
     # --- behind HTTP
     def requests(self, joints: Sequence[JointPrompt]) -> list[APIRequest]:
