@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.rollout.disk import tensors_on_disk
+from comlrl_ds.rollout.disk import DiskTensors, tensors_on_disk
 
 if TYPE_CHECKING:
     from comlrl_ds.engines.engine import PolicyEngine
@@ -37,14 +37,14 @@ def fingerprint(engine: PolicyEngine, start: str, dtype: str) -> tuple[int, floa
         the numbers for the lead, (0, 0) for other ranks.
     """
     lead = engine.rank == 0
-    before = dict(tensors_on_disk(start)) if lead else {}
+    before = DiskTensors(start) if lead else None
     total, moved, size = 0, 0.0, 0.0
     for name, tensor in engine.named_weights():
-        if not lead:
+        if before is None:
             continue
         tick()
         total += _hash(name, tensor, dtype)
-        old = before.pop(name).to(tensor.device, torch.float32)
+        old = before[name].to(tensor.device, torch.float32)
         moved += float((tensor.to(torch.float32) - old).double().square().sum())
         size += float(old.double().square().sum())
     return total % (1 << HASH_BITS), math.sqrt(moved / size) if size else 0.0

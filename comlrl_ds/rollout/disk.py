@@ -25,6 +25,19 @@ def shape_of(source: str) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+class DiskTensors:
+    """A folder's tensors by name, each read when it is asked for."""
+
+    def __init__(self, source: str) -> None:
+        from safetensors import safe_open
+
+        files = [safe_open(file, framework="pt") for file in sorted(Path(source).glob("*.safetensors"))]
+        self._opened = {name: opened for opened in files for name in opened.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._opened[name].get_tensor(name)
+
+
 def tensors_on_disk(source: str) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a folder's safetensors files, in a fixed order; a tied head, being the embedding, is left out."""
     from safetensors import safe_open

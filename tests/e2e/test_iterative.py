@@ -275,3 +275,29 @@ def test_frozen_agents_stay_and_still_count(tmp_path, tiny_model):
     for row in steps:
         assert row["train/joint_margin"] == pytest.approx(row["train/margin/agent_0"] + row["train/margin/agent_1"])
         assert row["train/margin/agent_1"] != 0 and row["train/grad_norm/agent_1"] == 0
+
+
+def test_three_rounds_of_the_demo_model_against_its_own_past(tmp_path, demo_model, root):
+    """The `explain` task with real vLLM engines: weights of older rounds come from disk."""
+    import os
+    import subprocess
+    import sys
+
+    words = [
+        f"run.dir={tmp_path / 'run'}", "args.num_iterations=3", "task.train_limit=3", "args.preference_num_candidates=2",
+        "args.max_new_tokens=[10,14]", "args.eval_num_samples=2", "args.preference_replay_sample_size=2", "rollout.engines=1",
+        "run.checkpoint_interval=0",
+    ]  # fmt: skip
+    file = root / "launch/examples/iter_history.yaml"
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "comlrl_ds", "train", str(file), *words], cwd=root, env=environment,
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = metrics(tmp_path / "run")
+    current, compared = [hashes(r, "weights") for r in rows], [hashes(r, "comparator_weights") for r in rows]
+    assert len({tuple(h) for h in current}) == 3 and compared == [current[0], current[0], current[1]]
+    assert "win rate over initial" in done.stdout and "initial" in done.stdout
+    for i in range(2):
+        assert (tmp_path / "run/final" / f"agent_{i}" / "model.safetensors").exists()
