@@ -109,11 +109,15 @@ def test_a_killed_process_goes_on(whole, tmp_path, tiny_model, root):
     assert "this run is complete" in start(tmp_path, file, 1, root).stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_an_iterative_run_goes_on_after_every_kill(whole, tmp_path, tiny_model, root, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [(1, ROUND_KILLS), (3, ROUND_KILLS[3:]), pytest.param(3, ROUND_KILLS, marks=pytest.mark.slow)],
+    ids=["1", "3", "3-every"],
+)  # fmt: skip
+def test_an_iterative_run_goes_on_after_every_kill(whole, tmp_path, tiny_model, root, ranks, kills):
     """Against older policies, trained on all rounds: round files, policies and draws are those of the whole run, too."""
     file = prepared(tmp_path, tiny_model, ranks, "madpo_iter")
-    for kill in ROUND_KILLS:
+    for kill in kills:
         killed = start(tmp_path, file, ranks, root, kill)
         assert killed.returncode == -9 if ranks == 1 else killed.returncode != 0, kill
     done = start(tmp_path, file, ranks, root)
