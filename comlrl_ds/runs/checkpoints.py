@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.runs.files import write_atomically
+from comlrl_ds.runs.files import sync, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -65,7 +65,7 @@ class CheckpointStore:
         if final.exists():  # of an earlier attempt at the same update, which this one repeats
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _sync_folder(self.folder)
+        sync(self.folder)
         for old in self.folders()[self._limit :] if self._limit else []:
             shutil.rmtree(old)
         return final
@@ -126,11 +126,3 @@ def check_hashes(checkpoint: Checkpoint, below: str) -> None:
     for name, entry in checkpoint.files.items():
         if name.startswith(f"{below}/") and now.get(name) != entry:
             raise CheckpointError(f"{checkpoint.folder} is damaged: the content of {name} has changed")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

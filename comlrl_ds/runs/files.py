@@ -14,3 +14,12 @@ def write_atomically(file: Path, data: bytes) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(temporary, file)
+
+
+def sync(path: Path) -> None:
+    """A file's content, or a folder's list of names, survives a crash of the machine from now on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from comlrl_ds.runs.files import sync
+
 _NAME = re.compile(r"iteration_(\d{4,})")
 
 
@@ -38,12 +40,12 @@ class PolicyFolders:
         write(temporary)
         for file in temporary.rglob("*"):
             if file.is_file():
-                _sync(file)
+                sync(file)
         old = final.with_name(f".{final.name}.old.tmp")
         if final.exists():
             os.replace(final, old)
         os.replace(temporary, final)
-        _sync(self.folder)
+        sync(self.folder)
         if old.exists():
             shutil.rmtree(old)
         return final
@@ -53,11 +55,3 @@ class PolicyFolders:
         for found in self.folder.iterdir() if self.folder.is_dir() else ():
             if (match := _NAME.fullmatch(found.name)) and int(match[1]) < index:
                 shutil.rmtree(found)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -125,6 +125,12 @@ def test_an_iterative_run_goes_on_after_every_kill(whole, tmp_path, tiny_model, 
     assert_same_end(whole(ranks, "madpo_iter"), tmp_path)
     rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [r["iter/current_iteration"] for r in rows if "iter/current_iteration" in r] == [1, 2]
+    # CASES 17: versions go on above those before the kill.
+    updates = next(r["update"] for r in rows if "iter/drift/agent_0" in r)
+    lines = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal_0002.jsonl").read_text().splitlines()]
+    versions = {(x["stream"], x["version"]) for x in lines if x["kind"] == "completion"}
+    assert {v for stream, v in versions if stream == "target"} == {f"agent_{i}@{updates}" for i in range(2)}
+    assert {v for stream, v in versions if stream == "comparator"} == {str(tiny_model)}
 
 
 def test_checkpoints_that_are_damaged_or_of_another_placement(whole, tmp_path, tiny_model, root):

@@ -16,6 +16,7 @@ from comlrl_ds.cluster.devices import FIELDS
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.iterative import IterativeSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
@@ -104,8 +105,11 @@ class PreferenceTrainer:
         if not self.cluster.is_main:
             self.args = args or self.config_class(num_agents=len(agents) if agents is not None else num_agents)
             return
-        if args is not None and not isinstance(args, self.config_class):
-            raise ConfigError(Problem("args", f"{type(args).__name__}; give a {self.config_class.__name__}"))
+        rounds = issubclass(self.config_class, IterativeSettings)
+        if args is not None and (not isinstance(args, self.config_class) or isinstance(args, IterativeSettings) != rounds):
+            raise ConfigError(
+                Problem("args", f"{type(args).__name__}; give {type(self).__name__} a {self.config_class.__name__}")
+            )
         one = args is not None and args.centralized
         listed = read_agents(agent_model, agents, 1 if one else num_agents)
         self.args = args or self.config_class(num_agents=len(listed))
