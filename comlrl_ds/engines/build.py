@@ -1,4 +1,4 @@
-"""Builds an actor's engine on each rank of its device group."""
+"""Builds the engines of actors, reward models and critics on each rank of their device group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from comlrl_ds.cluster import Seat
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
-from comlrl_ds.engines.loading import load_causal_lm, local_folder
+from comlrl_ds.engines.loading import load_backbone, load_causal_lm, local_folder
+from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
+
+
+def build_scalar(
+    seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
+    head_seed: int, kind: str, hidden_dim: int | None = None, freeze_backbone: bool = False,
+) -> ScalarEngine:  # fmt: skip
+    """The engine of a reward model or critic, for `Cluster.create`; the head starts from its seed.
+
+    Args:
+        source, plan, checkpointing: see `build_policy`. head_seed, kind, hidden_dim, freeze_backbone: see `ScalarModel`.
+    """
+    backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
+    model = ScalarModel(backbone, head_seed=head_seed, kind=kind, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
+    return ScalarEngine(seat.role, model, copy.deepcopy(plan))
 
 
 def build_policy(
@@ -23,6 +38,14 @@ def build_policy(
         plan: from `plan_engine`, for the group's number of ranks.
         checkpointing: recompute activations in backward. layout, chunk: see `PolicyEngine`.
     """
+    lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, dropout, checkpointing)
+    return PolicyEngine(seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks)
+
+
+def _loaded(
+    seat: Seat, load: Any, source: str, plan: EnginePlan, attention: str | None, dropout: bool, checkpointing: bool
+) -> Any:
+    """A transformers model, sharded from the first tensor on where the plan shards it over several ranks."""
     if seat.device == "cpu":
         from comlrl_ds.engines.hardware import keep_freed_memory
 
@@ -32,9 +55,7 @@ def build_policy(
     except ConfigError as error:
         raise ConfigError(Problem(f"{seat.role} on rank {seat.rank}", p.message) for p in error.problems) from None
     config = copy.deepcopy(plan.config) if plan.stage == 3 and seat.group_size > 1 else None
-    lm: Any = load_causal_lm(
-        source, dtype=plan.dtype, attn_implementation=attn_implementation, dropout=dropout, zero3_config=config
-    )
+    model = load(source, dtype=plan.dtype, attn_implementation=attention, dropout=dropout, zero3_config=config)
     if checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return PolicyEngine(seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model

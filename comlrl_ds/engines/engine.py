@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.engines.boundary import StepBoundary
-from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
+from comlrl_ds.engines.base import ZeroEngine
+from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
@@ -20,7 +20,6 @@ from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, ro
 
 # Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
-GATHER_BYTES = 64 << 20
 
 
 @dataclass
@@ -32,7 +31,7 @@ class _Graph:
     side: Tensor
 
 
-class PolicyEngine:
+class PolicyEngine(ZeroEngine):
     """An actor: scores pairs, learns, and gives its weights away.
 
     A step is any number of (`score_pairs`, `backward`), then `step` or `discard`. Every method but `learning_rate` and
@@ -49,23 +48,9 @@ class PolicyEngine:
     def __init__(
         self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, host_ranks: int = 1
     ) -> None:
-        import deepspeed
-
-        self.name, self.plan, self._host_ranks = name, plan, host_ranks
-        self.scorer = Scorer(lm, chunk)
-        self.version = 0
-        fill_hidden_size(plan.config, lm.config.get_text_config().hidden_size)
-        optimizer, from_file = build_optimizer(self.scorer.parameters(), plan)
-        config = plan.config | ({"optimizer": plan.optimizer} if from_file else {})
-        self._engine, *_ = deepspeed.initialize(
-            model=self.scorer, optimizer=optimizer, model_parameters=list(self.scorer.parameters()), config=config
-        )
-        self._open_step = False
+        self.scorer, self._host_ranks = Scorer(lm, chunk), host_ranks
         self._graph: _Graph | None = None
-        self._boundary = StepBoundary(self._engine, plan.stage)
-        self.device = str(self._engine.device)
-        self.world_size = int(self._engine.dp_world_size)
-        self.rank = torch.distributed.get_rank()
+        super().__init__(name, self.scorer, lm.config, plan, "lm.")
         try:
             self.layout: Layout = fit_to_model(
                 self.scorer,
@@ -128,10 +113,7 @@ class PolicyEngine:
         assert graph
         own = torch.tensor([weights[k] for k in graph.pairs] + [(0.0, 0.0)], dtype=torch.float64)  # last: of padding
         per_token = own.flatten()[graph.side.to("cpu")].to(graph.logprobs)
-        # DeepSpeed averages over the group's ranks; every rank holds a part of the sum.
-        self._engine.backward((graph.logprobs * per_token).sum() * self.world_size)
-        self._open_step = True
-        tick()
+        self._learn((graph.logprobs * per_token).sum())
 
     def learn_pairs(self, pairs: Sequence[PairTokens], score_last_token: bool, weights: Sequence[Sequence[float]]) -> int:
         """Scores pairs and learns from them in one go; returns the padded tokens."""
@@ -139,53 +121,8 @@ class PolicyEngine:
         self.backward(weights)
         return tokens
 
-    def gradient_norm(self) -> float:
-        """L2 norm of the step's gradient before clipping; infinite if any of it is NaN or infinite."""
-        return self._boundary.norm()
-
-    def step(self) -> None:
-        """Clips, updates the fp32 masters and the compute weights, and advances the learning rate."""
-        self._boundary.apply()
-        self._open_step = False
-        self.version += 1
-
-    def discard(self) -> None:
-        """Drops the step's gradient; weights, optimizer and learning rate stay as they were."""
+    def _drop_graph(self) -> None:
         self._graph = None
-        if self._open_step:  # without any backward there is nothing to drop, and DeepSpeed has no buffers to end a step with
-            self._boundary.skip()
-        self._open_step = False
-
-    @property
-    def deepspeed(self) -> Any:
-        """The DeepSpeed engine."""
-        return self._engine
-
-    def start_schedule(self, total_steps: int) -> None:
-        """Builds the learning-rate schedule of the DeepSpeed file, now that the number of steps is known."""
-        scheduler = self.plan.scheduler
-        if scheduler is None:
-            return
-        from deepspeed.runtime import lr_schedules
-
-        kind = getattr(lr_schedules, scheduler["type"], None) or getattr(torch.optim.lr_scheduler, scheduler["type"], None)
-        if kind is None:
-            raise ValueError(f"deepspeed.scheduler.type: unknown schedule {scheduler['type']!r}")
-        known = {
-            "total_num_steps": total_steps,
-            "warmup_max_lr": self.plan.optimizer["params"]["lr"],
-            "warmup_min_lr": 0.0,
-        }
-        params = {k: known.get(k, v) if v == "auto" else v for k, v in scheduler["params"].items()}
-        if params.get("warmup_num_steps") == "auto":
-            params["warmup_num_steps"] = max(1, round(0.1 * total_steps))
-        if unknown := [k for k, v in params.items() if v == "auto"]:
-            raise ValueError(f"deepspeed.scheduler.params.{unknown[0]}: 'auto' is not known here; write a value")
-        self._engine.lr_scheduler = kind(self._engine.optimizer, **params)
-
-    def learning_rate(self) -> float:
-        """Of the next step."""
-        return float(self._engine.optimizer.param_groups[0]["lr"])
 
     def budget(self) -> dict[str, Any]:
         """What the learner plans with: how rows are laid out, the ranks that share them, bytes that graphs may take on this
@@ -205,49 +142,7 @@ class PolicyEngine:
             "graph_bytes_per_token": per_token,
         }
 
-    # --- room for others on a shared device
-    def put_away(self) -> None:
-        """Moves optimizer states and fp32 masters to the host. At ZeRO-3 DeepSpeed can do so only with an optimizer of its own
-        that needs a CUDA compiler; there they stay, and the rollout engine's share of the device must leave room for them.
-        """
-        if self._movable():
-            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-            self._engine.offload_states(include=[State.optim_states, State.hp_params, State.contiguous_grad_buffer])
-
-    def take_back(self) -> None:
-        """Undoes `put_away`."""
-        if self._movable():
-            self._engine.reload_states()
-
-    def _movable(self) -> bool:
-        return self.plan.stage < 3 and hasattr(self._engine.optimizer, "offload_states")
-
     # --- weights
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of every parameter, a tied head once, gathered in groups; a collective.
-
-        A group is gathered and released before any of it is handed on: a consumer that waits inside a gather would
-        make the ranks drift apart.
-        """
-        if self.plan.stage == 3:
-            # A forward without its backward leaves gathers in flight that DeepSpeed began for that backward.
-            self._engine.optimizer.parameter_offload.partition_all_parameters()
-        group: list[tuple[str, Any]] = []
-        size = 0
-        for name, p in self.scorer.named_parameters():
-            group.append((name.removeprefix("lm."), p))
-            size += getattr(p, "ds_numel", p.numel()) * p.element_size()
-            if size >= GATHER_BYTES:
-                yield from _gathered(group, dtype)
-                group, size = [], 0
-        yield from _gathered(group, dtype)
-
-    def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(Hugging Face name, whole shape) of what `named_weights` gives, in its order."""
-        named = self.scorer.named_parameters()
-        return [(name.removeprefix("lm."), tuple(getattr(p, "ds_shape", p.shape))) for name, p in named]
-
     def save_pretrained(self, folder: Path) -> None:
         """Writes a Hugging Face folder (safetensors) in the compute type; a collective."""
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
@@ -260,36 +155,3 @@ class PolicyEngine:
             use_cache, lm.config.use_cache = lm.config.use_cache, True
             lm.save_pretrained(folder, state_dict=state)
             lm.config.use_cache = use_cache
-
-
-def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
-    sharded = [p for _, p in group if hasattr(p, "ds_id")]
-    if not sharded:
-        return [(n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in group]
-    from deepspeed.runtime.zero import GatheredParameters
-
-    tick()
-    with GatheredParameters(sharded):
-        return [(n, p.detach().to(dtype or p.dtype, copy=True)) for n, p in group]
-
-
-def build_optimizer(parameters: Any, plan: EnginePlan) -> tuple[torch.optim.Optimizer | None, bool]:
-    """(optimizer, whether DeepSpeed builds it from the file instead).
-
-    torch's fused AdamW needs no C++ build and is several times faster on a CPU than its unfused form.
-    """
-    kind, params = plan.optimizer["type"].lower(), dict(plan.optimizer["params"])
-    for name in ("torch_adam", "adam_w_mode"):
-        params.pop(name, None)
-    if kind in ("adam", "adamw"):
-        # DeepSpeed's "Adam" is AdamW unless adam_w_mode is false.
-        decoupled = kind == "adamw" or plan.optimizer["params"].get("adam_w_mode", True)
-        params["betas"] = tuple(params.get("betas", (0.9, 0.999)))
-        offload = plan.config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none"
-        if offload:
-            plan.config.setdefault("zero_force_ds_cpu_optimizer", False)
-        made = torch.optim.AdamW if decoupled else torch.optim.Adam
-        return made(parameters, fused=True, **params), False
-    if kind == "sgd":
-        return torch.optim.SGD(parameters, **params), False
-    return None, True

@@ -68,23 +68,37 @@ def load_causal_lm(
         zero3_config: DeepSpeed configuration at whose stage 3 each rank of the default group keeps its part only, from the
             first tensor on; a collective then.
     """
-    import torch
     from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, source, dtype, attn_implementation, dropout, zero3_config)
+
+
+def load_backbone(
+    source: str, *, dtype: str, attn_implementation: str | None, dropout: bool, zero3_config: dict[str, Any] | None = None
+) -> Any:
+    """The same without the vocabulary head: a model that gives hidden states."""
+    from transformers import AutoModel
+
+    return _load(AutoModel, source, dtype, attn_implementation, dropout, zero3_config)
+
+
+def _load(kind: Any, source: str, dtype: str, attention: str | None, dropout: bool, zero3_config: dict[str, Any] | None) -> Any:
+    import torch
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     with _partitioned(source, zero3_config):
-        lm = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attn_implementation)
-    lm.config.use_cache = False
+        model = kind.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attention)
+    model.config.use_cache = False
     if not dropout:
-        for module in lm.modules():
+        for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
             # Attention keeps its rate as a plain number, under one of these names.
             for name in ("attention_dropout", "attn_dropout", "dropout_p", "dropout"):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-    return lm.train()
+    return model.train()
 
 
 @contextmanager

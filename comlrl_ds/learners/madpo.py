@@ -9,21 +9,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.learners.actors import ActorsLearner
 from comlrl_ds.learners.spans import Span, overlap
 from comlrl_ds.maths.losses import MadpoTerms, madpo_terms
 from comlrl_ds.maths.packing import PairTokens, plan_micro_steps, row_length, worst_forward
-
-if TYPE_CHECKING:
-    from comlrl_ds.cluster import Cluster
-
 
 Batch = Sequence[Sequence[PairTokens]]  # [pairs][agents]
 
@@ -64,33 +60,19 @@ class StepReport:
 
 
 @dataclass
-class MadpoLearner:
+class MadpoLearner(ActorsLearner):
     """Takes joint steps.
 
     Args:
-        cluster: executes roles. actors: role of each agent, in agent order; their engines are built.
         eta: η of the loss. score_last_token: whether a completion's last token counts.
-        max_tokens: padded tokens of one rank's forward, for the worst agent. max_pairs: bound on a micro-step's pairs.
         margin_pass: "auto" | "one_forward" | "two_pass".
         graph_share: share of the free memory that open graphs may take under "auto".
-        frozen: agents (by index) that score and never learn.
     """
 
-    cluster: Cluster
-    actors: Sequence[str]
     eta: float
     score_last_token: bool = False
-    max_tokens: int = 2048
-    max_pairs: int | None = None
     margin_pass: str = "auto"
     graph_share: float = 0.8
-    frozen: frozenset[int] = frozenset()
-    _budgets: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        # Asked once, before training: later the allocators hold what they have freed, and it looks taken.
-        found = self.cluster.run({role: call(PolicyEngine.budget) for role in self.actors})
-        self._budgets = [found[role] for role in self.actors]
 
     def step(self, batch: Batch) -> StepReport:
         """One step of every actor on a batch.
@@ -101,8 +83,8 @@ class MadpoLearner:
         started = time.perf_counter()
         self.cluster.spans.clear()
         lengths = [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
-        ranks = [b["ranks"] for b in self._budgets]
-        plan = plan_micro_steps(lengths, self.max_tokens, self.max_pairs, self._rows_per_pair(), ranks)
+        ranks = [b["ranks"] for b in self.budgets]
+        plan = plan_micro_steps(lengths, self.max_tokens, self.max_pairs, self.rows_per_pair(), ranks)
         scores = torch.zeros(len(self.actors), len(batch), 2, dtype=torch.float64)
         if self._two_pass(lengths, plan):
             tokens = sum(self._score(batch, micro, scores, grad=False) for micro in plan)
@@ -115,27 +97,16 @@ class MadpoLearner:
                 if not torch.isfinite(scores[:, micro]).all():
                     break
                 weights = self._weights(micro, scores)
-                self._learners([call(PolicyEngine.backward, weights)] * len(self.actors))
+                self.learners_do([call(PolicyEngine.backward, weights)] * len(self.actors))
         terms = self._terms(scores)
-        rates = self._all([call(PolicyEngine.learning_rate)] * len(self.actors))
-        norms, culprit = self._finish(scores)
+        rates = self.all_do([call(PolicyEngine.learning_rate)] * len(self.actors))
+        norms, culprit = self.finish(scores)
         return StepReport(
             loss=terms.loss.mean().item(), joint_margins=terms.joint_margin, margins=scores[..., 0] - scores[..., 1],
             winner_logprobs=scores[..., 0].mean(1).tolist(), loser_logprobs=scores[..., 1].mean(1).tolist(), grad_norms=norms,
             learning_rates=rates, tokens=tokens, micro_steps=len(plan), seconds=time.perf_counter() - started,
             spans=[list(self.cluster.spans.get(role, [])) for role in self.actors], culprit=culprit,
         )  # fmt: skip
-
-    def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """One call per actor; groups work at the same time."""
-        results = self.cluster.run(dict(zip(self.actors, calls)))
-        return [results[role] for role in self.actors]
-
-    def _learners(self, calls: Sequence[Any]) -> dict[int, Any]:
-        """The same for those that learn; results by agent."""
-        agents = {role: i for i, role in enumerate(self.actors) if i not in self.frozen}
-        results = self.cluster.run({role: calls[i] for role, i in agents.items()})
-        return {i: results[role] for role, i in agents.items()}
 
     def _terms(self, scores: Tensor) -> MadpoTerms:
         return madpo_terms(scores[..., 0] - scores[..., 1], self.eta)
@@ -152,7 +123,7 @@ class MadpoLearner:
         """
         parts = [[batch[k][agent] for k in micro] for agent in range(len(self.actors))]
         open_graphs = [grad and agent not in self.frozen for agent in range(len(self.actors))]
-        results = self._all(
+        results = self.all_do(
             [call(PolicyEngine.score_pairs, part, self.score_last_token, g) for part, g in zip(parts, open_graphs)]
         )
         for agent, (numbers, _) in enumerate(results):
@@ -164,23 +135,7 @@ class MadpoLearner:
         weights = self._weights(micro, scores)
         parts = [[batch[k][agent] for k in micro] for agent in range(len(self.actors))]
         calls = [call(PolicyEngine.learn_pairs, part, self.score_last_token, weights) for part in parts]
-        return sum(self._learners(calls).values())
-
-    def _finish(self, scores: Tensor) -> tuple[list[float], tuple[int, int | None] | None]:
-        """Steps every actor, or none: a number that is not finite anywhere drops the step everywhere."""
-        bad = (~torch.isfinite(scores)).any(-1).nonzero()
-        culprit: tuple[int, int | None] | None = (int(bad[0][0]), int(bad[0][1])) if len(bad) else None
-        norms = [math.inf] * len(self.actors)
-        if culprit is None:
-            found = self._learners([call(PolicyEngine.gradient_norm)] * len(self.actors))
-            norms = [found.get(i, 0.0) for i in range(len(self.actors))]
-            broken = [i for i, norm in enumerate(norms) if not math.isfinite(norm)]
-            culprit = (broken[0], None) if broken else None
-        self._learners([call(PolicyEngine.step if culprit is None else PolicyEngine.discard)] * len(self.actors))
-        return norms, culprit
-
-    def _rows_per_pair(self) -> int:
-        return 1 if all(b["layout"] == "shared" for b in self._budgets) else 2
+        return sum(self.learners_do(calls).values())
 
     def _two_pass(self, lengths: list[list[int]], plan: list[list[int]]) -> bool:
         """Whether the graphs that one rank would hold at the same time are too large for it."""
@@ -188,9 +143,9 @@ class MadpoLearner:
             return self.margin_pass == "two_pass"
         needed: dict[tuple[int, ...], float] = {}
         free: dict[tuple[int, ...], float] = {}
-        for agent, (role, b) in enumerate(zip(self.actors, self._budgets)):
+        for agent, (role, b) in enumerate(zip(self.actors, self.budgets)):
             sizes = [[pair[agent]] for pair in lengths]
-            worst = max(worst_forward([sizes[k] for k in micro], [b["ranks"]]) for micro in plan) * self._rows_per_pair()
+            worst = max(worst_forward([sizes[k] for k in micro], [b["ranks"]]) for micro in plan) * self.rows_per_pair()
             group = self.cluster.ranks_of(role)
             needed[group] = needed.get(group, 0.0) + worst * b["graph_bytes_per_token"]
             free[group] = min(free.get(group, math.inf), b["free"])

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_lm
 
-from comlrl_ds.engines import engine as engine_module
+from comlrl_ds.engines import base as engine_module
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 from comlrl_ds.rollout import host_sender
 from comlrl_ds.rollout.chunks import opened, view
 
@@ -29,6 +30,16 @@ def build_tiny(
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16)
+
+
+def build_tiny_scalar(seat, seed: int, plan: EnginePlan, *, freeze: bool = False):
+    """The same with a scalar head of its own seed."""
+    return ScalarEngine(seat.role, tiny_scalar(seed, plan.dtype, freeze=freeze), plan)
+
+
+def tiny_scalar(seed: int, dtype: str = "float32", *, freeze: bool = False) -> ScalarModel:
+    backbone = tiny_lm(seed, scale=2.0).model.to(getattr(torch, dtype))
+    return ScalarModel(backbone, head_seed=seed, hidden_dim=8, freeze_backbone=freeze)
 
 
 def write_weights(engine: PolicyEngine, file: str) -> None:

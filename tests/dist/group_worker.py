@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 import sys
 import time
 import warnings
@@ -14,7 +15,7 @@ warnings.filterwarnings("ignore")
 
 import group_cases as cases  # noqa: E402
 import torch  # noqa: E402
-from reference import ETA, random_pairs, reference, relative  # noqa: E402
+from reference import ETA, logprob, random_pairs, reference, relative  # noqa: E402
 from tiny import save_tiny_model, tiny_lm  # noqa: E402
 
 from comlrl_ds.cluster import call, join  # noqa: E402
@@ -23,6 +24,8 @@ from comlrl_ds.cluster.layout import Layout, RolePlace, RolloutPlace  # noqa: E4
 from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine  # noqa: E402
 from comlrl_ds.engines.engine import PolicyEngine  # noqa: E402
 from comlrl_ds.learners.madpo import MadpoLearner  # noqa: E402
+from comlrl_ds.learners.policy_gradient import PolicyGradientLearner, Samples  # noqa: E402
+from comlrl_ds.learners.scalar import RewardFit, ValueFit  # noqa: E402
 from comlrl_ds.rollout.engine_process import EngineAddress  # noqa: E402
 from comlrl_ds.rollout.transfer import Target, send_live  # noqa: E402
 
@@ -114,6 +117,69 @@ def three_steps(bench: Bench) -> list[dict]:
             wanted = {n: p.detach() - begin[n] for n, p in lm.named_parameters()}
             distances.append(relative({n: end[n] - begin[n] for n in end}, wanted))
         rows.append({"case": [stage, budget], "distances": distances, "micro_steps": report.micro_steps})
+    return rows
+
+
+def scalar_cases(bench: Bench) -> list[dict]:
+    """A reward model and a critic: one SGD step shows the whole gradient, on two ranks with more rows than ranks and fewer."""
+    rows = []
+    for stage, budget, count in itertools.product((1, 2, 3), (40, 4096), (1, 5)):
+        r = random.Random(stage * 10 + count)
+        pairs = [([r.randrange(3, 320) for _ in range(r.randint(2, 19))], [7, 8, 9 + k]) for k in range(count)]
+        targets = [r.uniform(-2, 2) for _ in pairs]
+        for kind in ("reward", "value"):
+            plain = cases.tiny_scalar(70)
+            value = lambda row, m=plain: m(torch.tensor([row]), torch.arange(len(row))[None], torch.tensor([len(row) - 1]))  # noqa: E731
+            if kind == "reward":
+                wanted = torch.stack([-torch.nn.functional.logsigmoid(value(w) - value(lo)) for w, lo in pairs]).mean()
+            else:
+                wanted = 0.6 * torch.stack([(t - value(w)) ** 2 for (w, _), t in zip(pairs, targets)]).mean()
+            wanted.backward()
+            plan = bench.plan("actor.0", stage)
+            bench.cluster.create({"actor.0": call(cases.build_tiny_scalar, 70, copy.deepcopy(plan))})
+            before = bench.weights(["actor.0"])[0]
+            if kind == "reward":
+                report = RewardFit(bench.cluster, "actor.0", budget).step(pairs)
+            else:
+                report = ValueFit(bench.cluster, "actor.0", budget).step([w for w, _ in pairs], targets, 0.6)
+            after = bench.weights(["actor.0"])[0]
+            moved = {n: (before[n] - after[n]) / RATE for n in after}
+            error = relative(moved, {n: p.grad for n, p in plain.named_parameters()})
+            rows.append({"case": [stage, budget, count, kind], "error": error, "loss": abs(report.loss - float(wanted))})
+    return rows
+
+
+def policy_gradient_cases(bench: Bench) -> list[dict]:
+    """−A log π over odd and even numbers of samples, against plain torch; a frozen agent stays."""
+    rows = []
+    for stage, budget, samples in itertools.product((1, 2, 3), (40, 4096), (1, 3, 4)):
+        r = random.Random(stage + samples)
+        ids = lambda n: [r.randrange(3, 320) for _ in range(n)]  # noqa: E731
+        batch = [
+            Samples([ids(r.randint(2, 9)) for _ in range(2)], [[ids(r.randint(1, 9)) for _ in range(samples)] for _ in range(2)])
+            for _ in range(3)
+        ]
+        advantages = [[[r.uniform(-1, 1) for _ in range(samples)] for _ in range(2)] for _ in batch]
+        seeds = {"actor.0": 80, "actor.1": 81}
+        lms = [tiny_lm(seed, scale=2.0) for seed in seeds.values()]
+        losses = []
+        for i, lm in enumerate(lms):
+            terms = [
+                -a * logprob(lm, s.prompts[i], c, True) for s, adv in zip(batch, advantages) for c, a in zip(s.completions[i], adv[i])
+            ]
+            losses.append(torch.stack(terms).mean())
+            losses[-1].backward()
+        roles = bench.build(seeds, dict.fromkeys(seeds, stage))
+        before = bench.weights(roles)
+        frozen = frozenset({1} if samples == 1 else ())
+        report = PolicyGradientLearner(bench.cluster, roles, max_tokens=budget, frozen=frozen).step(batch, advantages)
+        errors = []
+        for i, (b, a, lm) in enumerate(zip(before, bench.weights(roles), lms)):
+            moved = {n: (b[n] - a[n]) / RATE for n in a}
+            still = max(float(t.abs().max()) for t in moved.values())
+            errors.append(still if i in frozen else relative(moved, {n: p.grad for n, p in lm.named_parameters()}))
+        away = max(abs(x - float(y)) for x, y in zip(report.losses, losses))
+        rows.append({"case": [stage, budget, samples], "errors": errors, "loss": away, "micro_steps": report.micro_steps})
     return rows
 
 
@@ -248,6 +314,8 @@ def main() -> None:
     for case in (
         gradient_cases,
         three_steps,
+        scalar_cases,
+        policy_gradient_cases,
         same_step_cases,
         skip_cases,
         uneven_counts,

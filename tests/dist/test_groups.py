@@ -28,6 +28,22 @@ def test_three_adamw_steps_equal_plain_torch(result):
         assert max(row["distances"]) < 1e-3, row
 
 
+def test_reward_models_and_critics_get_the_gradient_of_plain_torch(result):
+    """Bradley–Terry pairs and squared errors, on two ranks at every stage, more rows than ranks and fewer."""
+    for row in result["scalar_cases"]:
+        assert row["error"] < 1e-5 and row["loss"] < 1e-5, row
+
+
+def test_policy_gradients_are_those_of_plain_torch(result):
+    """Odd and even numbers of samples; the agent that is frozen where there is one sample does not move at all."""
+    rows = result["policy_gradient_cases"]
+    assert any(r["micro_steps"] > 1 for r in rows) and any(r["micro_steps"] == 1 for r in rows)
+    for row in rows:
+        frozen = row["case"][2] == 1
+        assert row["errors"][0] < 1e-5 and (row["errors"][1] == 0 if frozen else row["errors"][1] < 1e-5), row
+        assert row["loss"] < 1e-4, row
+
+
 def test_how_a_step_is_computed_does_not_change_it(result):
     assert max(result["same_step_cases"].values()) < 1e-4, result["same_step_cases"]
 

@@ -1,0 +1,179 @@
+"""A language model's backbone with a scalar head: reward models and critics, and their DeepSpeed engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from comlrl_ds.cluster.progress import tick
+from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.engines.base import ZeroEngine
+from comlrl_ds.engines.ds_config import EnginePlan
+from comlrl_ds.engines.loading import load_backbone
+from comlrl_ds.maths.packing import share_out
+
+HEAD_FILE = "scalar_head.safetensors"
+
+
+class ScalarModel(nn.Module):
+    """value = w·z + b, z the backbone's last hidden state at a row's last token; with `hidden_dim` w·tanh(A z + a) + b.
+
+    The backbone is a causal LM without its vocabulary head, so a row's value does not depend on padding after it.
+
+    Args:
+        backbone: a transformers model that gives hidden states. head_seed: of the head's first values.
+        kind: "reward" starts the head as torch's Linear does, "value" with weights N(0, 0.02²) and no bias.
+        hidden_dim: width of a layer before the head; None: none. freeze_backbone: only the head learns.
+    """
+
+    def __init__(
+        self, backbone: Any, *, head_seed: int, kind: str = "reward", hidden_dim: int | None = None,
+        freeze_backbone: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.backbone = backbone
+        width, dtype = backbone.config.get_text_config().hidden_size, next(backbone.parameters()).dtype
+        self.head = make_head(width, head_seed, kind, hidden_dim).to(dtype)
+        if freeze_backbone:
+            backbone.requires_grad_(False)
+
+    def forward(self, ids: Tensor, positions: Tensor, at: Tensor) -> Tensor:
+        """[rows] values in fp32.
+
+        Args:
+            ids, positions: [rows, width], padded on the right. at: [rows] flat index of each row's last token.
+        """
+        hidden = self.backbone(input_ids=ids, position_ids=positions, use_cache=False)[0].flatten(0, 1)[at]
+        return self.head(hidden).squeeze(-1).float()
+
+
+def make_head(width: int, seed: int, kind: str, hidden_dim: int | None) -> nn.Sequential:
+    """The head; equal seeds give equal heads, whatever was drawn before, and nobody else's draws are moved."""
+    sizes = [width, *([hidden_dim] if hidden_dim else []), 1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = []
+        for k, (a, b) in enumerate(itertools.pairwise(sizes)):
+            layer = nn.Linear(a, b)
+            if kind == "value":
+                nn.init.normal_(layer.weight, 0.0, 0.02)
+                nn.init.zeros_(layer.bias)
+            layers += [layer, nn.Tanh()] if k < len(sizes) - 2 else [layer]
+    return nn.Sequential(*layers)
+
+
+def save_scalar(model: ScalarModel, folder: Path, backbone: dict[str, Tensor], head: dict[str, Tensor]) -> None:
+    """Writes a Hugging Face folder of the backbone, and its head beside it."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model.backbone.save_pretrained(folder, state_dict=backbone)
+    save_file({n: t.contiguous() for n, t in head.items()}, folder / HEAD_FILE)
+    sizes = {n: list(t.shape) for n, t in head.items()}
+    (folder / "scalar_head.json").write_text(json.dumps(sizes))
+
+
+def load_head(folder: Path, head: nn.Module) -> None:
+    """Fills a head from what `save_scalar` wrote.
+
+    Raises:
+        ConfigError: there is none, or it is of another shape.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / HEAD_FILE
+    if not file.is_file():
+        raise ConfigError(Problem(str(folder), f"has no {HEAD_FILE}; it is a language model, not a saved reward model"))
+    found, wanted = load_file(file), head.state_dict()
+    if {n: t.shape for n, t in found.items()} != {n: t.shape for n, t in wanted.items()}:
+        raise ConfigError(Problem(str(file), "is a head of another shape; set the head's width to that of then"))
+    head.load_state_dict(found)
+
+
+class JointRewardModel(ScalarModel):
+    """R(h, a) of one text that holds every agent's prompt and response; see `comlrl_ds.preference.joint_text`."""
+
+    @classmethod
+    def from_pretrained(cls, source: str, *, dtype: str = "float32", attn_implementation: str | None = "sdpa") -> Any:
+        """A saved reward model, with its head.
+
+        Raises:
+            ConfigError: the folder has no head.
+        """
+        backbone = load_backbone(source, dtype=dtype, attn_implementation=attn_implementation, dropout=False)
+        model = cls(backbone, head_seed=0)
+        load_head(Path(source), model.head)
+        return model
+
+
+class ScalarEngine(ZeroEngine):
+    """A reward model or critic under DeepSpeed.
+
+    A step is any number of (`values` with grad, `backward`), then `step` or `discard`.
+
+    Args:
+        model: in the plan's compute type.
+    """
+
+    def __init__(self, name: str, model: ScalarModel, plan: EnginePlan) -> None:
+        self.model = model
+        self._graph: tuple[list[int], Tensor] | None = None
+        super().__init__(name, model, model.backbone.config, plan, "")
+
+    def values(self, rows: Sequence[Sequence[int]], grad: bool = False) -> list[float]:
+        """A value for each row of token ids; a collective, whose ranks share the rows out by length.
+
+        With `grad` this rank's graph stays for `backward`, one at a time.
+        """
+        shares = share_out([len(row) for row in rows], self.world_size)
+        own = shares[self.rank]
+        batch = [rows[k] for k in own] or [(0,)]  # every rank runs the same forwards
+        width = max(map(len, batch))
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        for k, row in enumerate(batch):
+            ids[k, : len(row)] = torch.as_tensor(row, dtype=torch.long)
+        positions = torch.arange(width).repeat(len(batch), 1)
+        at = torch.tensor([k * width + len(row) - 1 for k, row in enumerate(batch)])
+        inputs = {"ids": ids.to(self.device), "positions": positions.to(self.device), "at": at.to(self.device)}
+        with torch.set_grad_enabled(grad):
+            found = self._engine(**inputs)
+        if grad:
+            self._graph = (own, found)
+        whole = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        if own:
+            whole[own] = found.detach().double()
+        if self.world_size > 1:
+            torch.distributed.all_reduce(whole)  # every row is one rank's: this adds zeros
+        tick()
+        return whole.tolist()
+
+    def backward(self, weights: Sequence[float]) -> None:
+        """Gradient of Σ weights · values over the rows that were valued last, added to the step's.
+
+        Args:
+            weights: [rows], ∂loss/∂value over the whole batch of the step.
+        """
+        graph, self._graph = self._graph, None
+        assert graph
+        own, found = graph
+        mine = torch.tensor([weights[k] for k in own] or [0.0], dtype=found.dtype, device=found.device)
+        self._learn((found * mine).sum())
+
+    def _drop_graph(self) -> None:
+        self._graph = None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the backbone as a Hugging Face folder with its head beside it; a collective."""
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
+        if torch.distributed.get_rank() == 0:
+            parts = {
+                prefix: {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+                for prefix in ("backbone.", "head.")
+            }
+            save_scalar(self.model, folder, parts["backbone."], parts["head."])
