@@ -15,10 +15,13 @@ from pydantic import Field, ValidationError, model_validator
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
+from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside, is_path, references, resolve
 
-TRAINERS: dict[str, type[MADPOConfig]] = {"madpo": MADPOConfig, "madpo_iter": MADPOIterConfig}
+TRAINERS: dict[str, type[MADPOConfig]] = {
+    "madpo": MADPOConfig, "madpo_iter": MADPOIterConfig, "marlhf": MARLHFConfig, "marlhf_iter": MARLHFIterConfig,
+}  # fmt: skip
 
 
 class AgentSection(Settings):
@@ -98,7 +101,7 @@ class RunSection(Settings):
 class RunFile(Settings):
     """A whole run file."""
 
-    trainer: Literal["madpo", "madpo_iter"] = Field(description="The algorithm.")
+    trainer: Literal["madpo", "madpo_iter", "marlhf", "marlhf_iter"] = Field(description="The algorithm.")
     agents: list[AgentSection] = Field(min_length=1, description="The team, in order.")
     task: TaskSection
     args: dict[str, Any] = Field(default_factory=dict, description="Settings of the trainer.", repr=False)  # may hold a key

@@ -9,6 +9,7 @@ from comlrl_ds.cluster import Seat
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.engines.frozen import FrozenEngine
 from comlrl_ds.engines.loading import load_backbone, load_causal_lm, local_folder
 from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 
@@ -25,6 +26,12 @@ def build_scalar(
     backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
     model = ScalarModel(backbone, head_seed=head_seed, kind=kind, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
     return ScalarEngine(seat.role, model, copy.deepcopy(plan))
+
+
+def build_reference(seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, chunk: int) -> FrozenEngine:
+    """A frozen policy's engine, for `Cluster.create`."""
+    lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, False, False)
+    return FrozenEngine(seat.role, lm, plan, chunk=chunk, device=seat.device)
 
 
 def build_policy(

@@ -14,7 +14,7 @@ from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.base import ZeroEngine
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
-from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
+from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs, fit_to_model, inputs_of
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
 from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, row_length, share_out
 
@@ -99,6 +99,10 @@ class PolicyEngine(ZeroEngine):
         batch = pack_sequences(rows).to(self.device)
         scores = self._engine(**inputs_of(batch))
         return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
+
+    def completion_logprobs(self, rows: Sequence[Completed]) -> list[list[float]]:
+        """log p of every token of each completion; a collective of the group, whose ranks share the rows out."""
+        return completion_logprobs(self._engine, self.scorer.chunk, rows, self.rank, self.world_size, self.device)
 
     # --- learning
     def backward(self, weights: Sequence[Sequence[float]]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from comlrl_ds.maths.logprobs import additive_mask, token_logprobs
-from comlrl_ds.maths.packing import Layout, MicroBatch, PairTokens, pack
+from comlrl_ds.maths.logprobs import additive_mask, parts_for, token_logprobs
+from comlrl_ds.maths.packing import Layout, MicroBatch, PairTokens, pack, share_out
 
 
 class Scorer(nn.Module):
@@ -52,6 +54,34 @@ class Scorer(nn.Module):
 def inputs_of(batch: MicroBatch) -> dict[str, Tensor | None]:
     """The scorer's arguments."""
     return {name: getattr(batch, name) for name in ("ids", "positions", "visible", "at", "target")}
+
+
+Completed = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its completion
+
+
+@torch.no_grad()
+def completion_logprobs(
+    forward: Any, chunk: int, rows: Sequence[Completed], rank: int, ranks: int, device: str
+) -> list[list[float]]:
+    """log p of every token of each completion, plain rows, shared out over a group's ranks: all get all of them.
+
+    Args:
+        forward: the scorer, or the engine around it. chunk: tokens that reach the vocabulary at once.
+    """
+    pairs = [PairTokens(prompt, completion, ()) for prompt, completion in rows]
+    shares = share_out([len(p.prompt) + len(p.winner) for p in pairs], ranks)
+    # At ZeRO-3 every call of a module is a collective, so all ranks call the head as often as the one with most tokens.
+    parts = max(parts_for(sum(len(pairs[k].winner) for k in share), chunk) for share in shares)
+    batch = pack([pairs[k] for k in shares[rank]], layout="rows", score_last_token=True).to(device)
+    found = forward(**inputs_of(batch), parts=parts)
+    starts = [0, *itertools.accumulate(len(p.winner) for p in pairs)]
+    whole = torch.zeros(starts[-1], dtype=torch.float64, device=device)
+    for n, k in enumerate(shares[rank]):
+        whole[starts[k] : starts[k + 1]] = found[batch.side == 2 * n].double()
+    if ranks > 1:
+        torch.distributed.all_reduce(whole)  # every row is one rank's: this adds zeros
+    values = whole.tolist()
+    return [values[a:b] for a, b in itertools.pairwise(starts)]
 
 
 @torch.no_grad()

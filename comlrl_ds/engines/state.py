@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.engines.base import ZeroEngine
 from comlrl_ds.runs.checkpoints import Checkpoint, check_hashes, hashed
 
 
-def save_state(engine: PolicyEngine, folder: str) -> dict[str, tuple[int, str]]:
+def save_state(engine: ZeroEngine, folder: str) -> dict[str, tuple[int, str]]:
     """Writes folder/<name of the engine>/…; a collective.
 
     Returns:
@@ -28,7 +28,7 @@ def save_state(engine: PolicyEngine, folder: str) -> dict[str, tuple[int, str]]:
     return files
 
 
-def load_state(engine: PolicyEngine, checkpoint: Checkpoint) -> None:
+def load_state(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     """Restores what `save_state` wrote; the schedule has been started, the group has as many ranks. A collective.
 
     Raises:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from comlrl_ds.cluster import call
 from comlrl_ds.engines.scalar import ScalarEngine
+from comlrl_ds.maths.advantages import bradley_terry, value_loss
 from comlrl_ds.maths.packing import plan_micro_steps
 
 if TYPE_CHECKING:
@@ -106,20 +107,19 @@ class RewardFit(ScalarLearner):
         """One step on a batch of pairs; winners and losers of a micro-step are one forward."""
 
         def loss(values: Tensor, micro: list[int]) -> tuple[Tensor, Tensor]:
-            margins = values[:, 0] - values[:, 1]
-            slope = -torch.sigmoid(-margins) / len(batch)  # ∂ −log σ(m) / ∂m = −σ(−m)
-            return margins, torch.stack([slope, -slope], 1)
+            terms = bradley_terry(values[:, 0], values[:, 1])
+            return terms.margin, torch.stack([terms.winner_slope, terms.loser_slope], 1) / len(batch)
 
-        return self._step(batch, loss, _bradley_terry)
+        return self._step(batch, loss, lambda margins: bradley_terry(margins, torch.zeros_like(margins)).mean)
 
     def check(self, pairs: Sequence[Rows]) -> FitScore:
         """Loss and accuracy on pairs; NaN without any."""
         if not pairs:
             return FitScore(math.nan, math.nan, math.nan, 0)
         scores = torch.tensor(self.values([row for pair in pairs for row in pair]), dtype=torch.float64).view(-1, 2)
-        margins = scores[:, 0] - scores[:, 1]
-        right = (margins > 0).double() + 0.5 * (margins == 0).double()
-        return FitScore(_bradley_terry(margins).item(), right.mean().item(), margins.mean().item(), len(pairs))
+        terms = bradley_terry(scores[:, 0], scores[:, 1])
+        right = (terms.margin > 0).double() + 0.5 * (terms.margin == 0).double()
+        return FitScore(terms.mean.item(), right.mean().item(), terms.margin.mean().item(), len(pairs))
 
 
 class ValueFit(ScalarLearner):
@@ -132,8 +132,4 @@ class ValueFit(ScalarLearner):
         def loss(values: Tensor, micro: list[int]) -> tuple[Tensor, Tensor]:
             return values[:, 0], 2 * coefficient * (values - wanted[micro, None]) / len(rows)
 
-        return self._step([(row,) for row in rows], loss, lambda values: coefficient * (wanted - values).square().mean())
-
-
-def _bradley_terry(margins: Tensor) -> Tensor:
-    return torch.nn.functional.softplus(-margins).mean()
+        return self._step([(row,) for row in rows], loss, lambda values: coefficient * value_loss(values, wanted))

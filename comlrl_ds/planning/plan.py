@@ -25,6 +25,7 @@ from comlrl_ds.cluster.hostfile import LOCAL, slots_of_hostfile, slots_of_one_ho
 from comlrl_ds.cluster.layout import EnginePlace, Layout, Slot
 from comlrl_ds.cluster.placement import comparator_roles, deepspeed_of, resolve_placement, section_of
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside
 from comlrl_ds.config.run_file import RunFile
@@ -38,6 +39,7 @@ from comlrl_ds.rollout.start import engine_places
 
 # Roles of each trainer besides rollout; those of PER_AGENT exist once for each agent.
 ROLES = {"madpo": ("actor",), "madpo_iter": ("actor",)}
+ROLES |= {"marlhf": ("actor", "reward_model"), "marlhf_iter": ("actor", "reward_model")}
 PER_AGENT = ("actor", "reference")
 FROZEN = ("reference", "comparator")
 # Of a launch that only the placement tells of; more is a slip of the pen.
@@ -69,6 +71,8 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     slots = found.of(partial(_slots, run_file.placement, hostfile, devices))
     machine = found.of(partial(_machine, slots or [], hostfile is not None, devices))
     roles = needed_roles(run_file.trainer, team)
+    if isinstance(args, MARLHFConfig) and args.reference_kl_enabled:
+        roles += [f"reference.{i}" for i in range(team)]
     layout = None
     # Without ranks or devices every role would be wrong, and none by the user's mistake.
     if slots and machine:
@@ -207,9 +211,10 @@ def _engine_plan(run_file: RunFile, base: Path, role: str, size: int | None, def
     own = deepspeed_of(run_file.placement, role)
     prefix, value = own or ("", run_file.deepspeed)
     args: Any = run_file.trainer_config
-    numbers = TrainerNumbers(
-        args.batch_size, size or 1, args.agent_learning_rate, args.max_grad_norm, run_file.dtype, default_dtype
-    )
+    batch, rate = args.batch_size, args.agent_learning_rate
+    if role == "reward_model":
+        batch, rate = args.reward_train_batch_size, args.reward_learning_rate
+    numbers = TrainerNumbers(batch, size or 1, rate, args.max_grad_norm, run_file.dtype, default_dtype)
     try:
         return plan_engine(read_deepspeed(value, base), numbers)  # type: ignore[arg-type]
     except ConfigError as error:

@@ -94,7 +94,7 @@ class JointSampler:
     def sample_sides(
         self, sides: Sequence[Side], sampling: Sampling, *, round: int, journal: Journal | None = None,
         progress: Callable[[int, int], None] | None = None, known: Known | None = None,
-        answered: Iterable[SampledItem] = (),
+        answered: Iterable[SampledItem] = (), scored: bool = True,
     ) -> list[list[SampledItem]]:  # fmt: skip
         """Every side's responses to its prompts, scored; both sides of a chunk of tasks are one submission.
 
@@ -103,11 +103,12 @@ class JointSampler:
             progress: told (tasks of one side scored, tokens sampled).
             known: what an interrupted run sampled and scored; it is taken over where its seed is the same.
             answered: further responses that somebody else gives meanwhile, as texts; they are scored as the others.
+            scored: whether the oracle is asked.
 
         Returns:
             a list for each side, and a last one of `answered`.
         """
-        walk = _Walk(self, sampling, round, journal, progress, known or Known())
+        walk = _Walk(self, sampling, round, journal, progress, known or Known(), scored)
         requests = max(1, sum(side.candidates * side.team.size for side in sides))
         chunk = self._chunk_items or max(1, REQUESTS_PER_CHUNK // requests)
         done: list[list[SampledItem]] = [[] for _ in sides]
@@ -149,9 +150,10 @@ class _Walk:
 
     def __init__(
         self, sampler: JointSampler, sampling: Sampling, round: int, journal: Journal | None,
-        progress: Callable[[int, int], None] | None, known: Known,
+        progress: Callable[[int, int], None] | None, known: Known, scored: bool,
     ) -> None:  # fmt: skip
         self._known, self._sampler, self._sampling, self._round = known, sampler, sampling, round
+        self._scored = scored
         self._journal, self._progress = journal, progress
         self._scorer = ThreadPoolExecutor(1, "oracle")
         self._jobs: dict[Future[None], SampledItem] = {}
@@ -207,7 +209,10 @@ class _Walk:
         missing[id(item)] -= 1
         if not missing[id(item)]:
             item.take(side.team.read(item.joint, item.completions))
-            self.score(item)
+            if self._scored:
+                self.score(item)
+            elif self._progress:
+                self._progress(1, item.tokens)
 
     def score(self, item: SampledItem) -> None:
         """Hands a task whose texts are there to the scorer."""

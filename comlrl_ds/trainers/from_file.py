@@ -21,13 +21,14 @@ def build_trainer(
         resume: "never", "auto", or a checkpoint's folder.
     """
     from comlrl_ds.engines.ds_config import read_deepspeed
-    from comlrl_ds.trainers.preference import MADPOIterTrainer, MADPOTrainer
+    from comlrl_ds.trainers import preference
 
     base = file.resolve().parent
     task = load_task(run_file.task, base)
-    trainer = {"madpo": MADPOTrainer, "madpo_iter": MADPOIterTrainer}[run_file.trainer]
+    kinds = (preference.MADPOTrainer, preference.MADPOIterTrainer, preference.MARLHFTrainer, preference.MARLHFIterTrainer)
+    trainer: Any = next(kind for kind in kinds if kind.kind == run_file.trainer)
     args = run_file.trainer_config
-    for name in ("comparator_model_name", "comparator_agents"):  # as the agents' models
+    for name in ("comparator_model_name", "comparator_agents", "reward_model_name"):  # as the agents' models
         value = getattr(args, name, None)
         if value is not None:
             found = beside(value, base) if isinstance(value, str) else [beside(v, base) for v in value]

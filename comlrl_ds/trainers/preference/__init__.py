@@ -2,6 +2,7 @@
 
 from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.preference.centralized import (
     CentralizedComparatorAdapter,
     CentralizedComparatorParseError,
@@ -9,6 +10,7 @@ from comlrl_ds.preference.centralized import (
 )
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.madpo_iter import MADPOIterTrainer
+from comlrl_ds.trainers.preference.marlhf import MARLHFIterTrainer, MARLHFTrainer
 
 __all__ = [
     "CentralizedComparatorAdapter",
@@ -17,5 +19,9 @@ __all__ = [
     "MADPOIterConfig",
     "MADPOIterTrainer",
     "MADPOTrainer",
+    "MARLHFConfig",
+    "MARLHFIterConfig",
+    "MARLHFIterTrainer",
+    "MARLHFTrainer",
     "TaggedCentralizedComparatorAdapter",
 ]

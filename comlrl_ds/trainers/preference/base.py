@@ -16,10 +16,9 @@ from comlrl_ds.cluster.devices import FIELDS
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
-from comlrl_ds.config.iterative import IterativeSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
-from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.config.run_file import TRAINERS, RolloutConfig
 from comlrl_ds.config.task import as_sequence
 from comlrl_ds.preference.collection import EVAL, JointSampler, SampledItem
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
@@ -33,7 +32,7 @@ from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.reporting import Reporter
-from comlrl_ds.trainers.preference.session import EngineSettings, Session, actor_role, plan_actors
+from comlrl_ds.trainers.preference.session import EngineSettings, Rates, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
     TeamSetup,
@@ -105,8 +104,9 @@ class PreferenceTrainer:
         if not self.cluster.is_main:
             self.args = args or self.config_class(num_agents=len(agents) if agents is not None else num_agents)
             return
-        rounds = issubclass(self.config_class, IterativeSettings)
-        if args is not None and (not isinstance(args, self.config_class) or isinstance(args, IterativeSettings) != rounds):
+        # The nearest of the four kinds, as each is a subclass of others.
+        kinds = [c for c in type(args).__mro__ if c in TRAINERS.values()]
+        if args is not None and kinds[:1] != [self.config_class]:
             raise ConfigError(
                 Problem("args", f"{type(args).__name__}; give {type(self).__name__} a {self.config_class.__name__}")
             )
@@ -137,7 +137,7 @@ class PreferenceTrainer:
         layout = found.of(self._layout)
         plans = None
         if content is not None and layout is not None:
-            plans = found.of(partial(plan_actors, self._settings, self.args, layout))
+            plans = found.of(partial(plan_actors, self._settings, self.args, layout, self._other_roles()))
             found.of(partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device))
         if (eval_logger is None) != (eval_aggregator is None):
             found.add("eval_logger", "eval_logger and eval_aggregator go together; give both or none")
@@ -251,6 +251,10 @@ class PreferenceTrainer:
             _ = self._session.actors
 
     # --- what subclasses add
+    def _other_roles(self) -> Rates:
+        """Roles besides actors and rollout: (units per optimizer step, learning rate)."""
+        return {}
+
     def _check_more(self, setup: TeamSetup) -> None:
         """Raises ConfigError for what the subclass cannot work with."""
 
@@ -262,7 +266,8 @@ class PreferenceTrainer:
     def _layout(self) -> Layout:
         devices = {name: getattr(self.args, name, None) for name in FIELDS}
         actors = self.args.num_actors
-        roles = [*map(actor_role, range(actors)), *comparator_roles(self.placement, devices["comparator_devices"], actors)]
+        comparators = comparator_roles(self.placement, devices["comparator_devices"], actors)
+        roles = [*map(actor_role, range(actors)), *self._other_roles(), *comparators]
         return resolve_placement(
             self.placement, self.cluster.slots(), agents=actors, roles=roles, devices=devices,
             device_kind=self._settings.device,

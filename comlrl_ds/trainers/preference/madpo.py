@@ -53,7 +53,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         """
         if self.train_dataset is None:
             raise ConfigError(Problem("train_dataset", "required to train"))
-        sampling = self._sampling(generation_kwargs)
+        sampling = self._train_sampling = self._sampling(generation_kwargs)
         self._checkpoint_options(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         if self._evaluates:
             self._eval_prompts(None)  # an over-long one shows before anything is loaded

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.learners.madpo import StepReport
+from comlrl_ds.learners.policy_gradient import GradientReport
 from comlrl_ds.learners.spans import busy
 from comlrl_ds.preference.evaluation import Evaluation
 from comlrl_ds.preference.pairs import Collected
@@ -18,6 +19,9 @@ from comlrl_ds.rollout.base import SyncReport
 from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.metrics import Metrics, agent_metric, trackers_for
 from comlrl_ds.runs.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Reporter:
@@ -32,6 +36,8 @@ class Reporter:
         self._metrics = Metrics(run_dir.metrics, trackers_for(list(report_to), run_dir.path))
         self.updates = self.env_step = self.nonfinite_steps = 0
         self.evaluated_at = -1
+        self._buffer: dict[str, float] = {}
+        self._shown = 0
 
     def counters(self) -> dict[str, int]:
         """What a resumed run goes on from; `metrics_bytes` is how much of metrics.jsonl belongs to it."""
@@ -114,6 +120,48 @@ class Reporter:
                 f"update {self.updates}: loss {report.loss:.4f}, joint margin {values['train/joint_margin']:+.3f},"
                 f" accuracy {values['train/accuracy']:.2f}, {report.seconds:.1f} s"
             )
+
+    def buffer(self, learned: Tensor, gained: Sequence[Tensor], kl: tuple[Sequence[Tensor], float] | None) -> None:
+        """A scored rollout buffer: learned rewards [tasks, G], each agent's advantages, and (each agent's KL, β)."""
+        self.env_step += learned.numel()
+        mean = float(learned.mean())
+        values = {
+            "turn_1/reward_mean": mean, "turn_1/expected_return": mean,
+            "rl/reward_spread": float(learned.std(1, correction=0).mean()),
+        }  # fmt: skip
+        values |= {agent_metric("rl/advantage_abs", i): float(a.abs().mean()) for i, a in enumerate(gained)}
+        if kl:
+            mean_kl = float(sum(k.mean() for k in kl[0]) / len(kl[0]))
+            values |= {"turn_1/reference_kl_mean": mean_kl, "turn_1/reference_kl_penalty_mean": kl[1] * mean_kl}
+        self.log(values)
+        self._buffer = values
+
+    def policy_step(self, report: GradientReport) -> None:
+        """A finished policy-gradient step."""
+        self.updates += 1
+        self.nonfinite_steps += report.skipped
+        values = {
+            "train/step_s": report.seconds, "train/tokens_per_s": report.tokens / report.seconds,
+            "train/micro_steps": report.micro_steps, "train/overlap": report.overlap,
+            "train/nonfinite_steps": self.nonfinite_steps,
+        }  # fmt: skip
+        for i in range(self._args.num_actors):
+            values |= {
+                agent_metric("rl/loss", i): report.losses[i], agent_metric("rl/logprob", i): report.logprobs[i],
+                agent_metric("train/grad_norm", i): report.grad_norms[i],
+                agent_metric("train/lr", i): report.learning_rates[i],
+                agent_metric("train/busy_s", i): busy(report.spans[i]),
+            }  # fmt: skip
+        self.log(values)
+        if self.env_step - self._shown >= self._args.logging_steps or not self._shown:
+            self._shown = self.env_step
+            self._metrics.track(self.env_step, values | self._buffer)
+            self._display.say(
+                f"update {self.updates}: learned reward {self._buffer['turn_1/reward_mean']:.3f}, {report.seconds:.1f} s"
+            )
+
+    def say(self, text: str) -> None:
+        self._display.say(text)
 
     def nonfinite(self, report: StepReport, batch: Sequence[PreferencePair], numbers: Sequence[int], file: Path) -> str:
         """Says which agent, pair and file a skipped step comes from."""

@@ -108,6 +108,7 @@ class ResumableTrainer(Base):
         progress, self.evaluations = restore(checkpoint, session, reporter)
         if progress.total_updates:
             self._start_schedules(progress.total_updates)
+        self._start_others(checkpoint.state["roles"])
         restore_engines(checkpoint, session)
         self._restore_more(checkpoint.state)
         self._saver.last = reporter.updates
@@ -125,6 +126,9 @@ class ResumableTrainer(Base):
 
     def _restore_more(self, state: dict[str, Any]) -> None:
         """Takes back what `_more_state` gave."""
+
+    def _start_others(self, roles: list[str]) -> None:
+        """Loads the engines of further roles that a checkpoint holds."""
 
     def _start_schedules(self, total: int) -> None:
         raise NotImplementedError

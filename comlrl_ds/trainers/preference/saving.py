@@ -22,18 +22,19 @@ class Progress:
 
     Attributes:
         total_updates: of the whole run, expected; 0 until the first pairs are there.
-        round: in work, from 1. collected: whether its pairs are there and reported.
+        round: in work, from 1. collected: whether its pairs are there and reported. fitted: whether its reward model is.
         epoch: of the round, in work. batches: of the epoch, done.
     """
 
     total_updates: int = 0
     round: int = 1
     collected: bool = False
+    fitted: bool = False
     epoch: int = 0
     batches: int = 0
 
     def next_round(self) -> None:
-        self.round, self.collected, self.epoch, self.batches = self.round + 1, False, 0, 0
+        self.round, self.collected, self.fitted, self.epoch, self.batches = self.round + 1, False, False, 0, 0
 
 
 @dataclass
@@ -65,10 +66,11 @@ class Saver:
         from comlrl_ds.engines.state import save_state
 
         folder = self.store.begin(reporter.updates)
-        written = session.cluster.run({role: call(save_state, str(folder)) for role in session.actors})
+        written = session.cluster.run({role: call(save_state, str(folder)) for role in session.engines})
         files = {name: (int(size), str(digest)) for part in written.values() for name, (size, digest) in part.items()}
         state = {
-            "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps, "world": session.world(),
+            "roles": session.engines, "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps,
+            "world": session.world(),
             "evaluations": [[name, e.items, e.rewards] for name, e in evaluations],
         }  # fmt: skip
         self.last = reporter.updates
@@ -109,7 +111,7 @@ def restore(checkpoint: Checkpoint, session: Session, reporter: Reporter) -> tup
 
 
 def restore_engines(checkpoint: Checkpoint, session: Session) -> None:
-    """Weights, masters, optimizers and schedules of every actor; their schedules have been started."""
+    """Weights, masters, optimizers and schedules of every engine that it holds; they are loaded, their schedules started."""
     from comlrl_ds.engines.state import load_state
 
-    session.cluster.run({role: call(load_state, checkpoint) for role in session.actors})
+    session.cluster.run({role: call(load_state, checkpoint) for role in checkpoint.state["roles"]})

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from comlrl_ds.cluster import Cluster, call
+from comlrl_ds.cluster import Call, Cluster, call
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.errors import Findings
@@ -38,8 +38,13 @@ def actor_role(agent: int) -> str:
     return f"actor.{agent}"
 
 
-def plan_actors(settings: EngineSettings, args: MADPOConfig, layout: Layout) -> dict[str, EnginePlan]:
-    """The DeepSpeed configuration of every actor, by role.
+Rates = Mapping[str, tuple[int, float]]  # by role: (units per optimizer step, learning rate)
+
+
+def plan_actors(
+    settings: EngineSettings, args: MADPOConfig, layout: Layout, others: Rates | None = None
+) -> dict[str, EnginePlan]:
+    """The DeepSpeed configuration of every actor, and of `others`, by role.
 
     Raises:
         ConfigError: every contradiction; of a role's own file under placement.roles.
@@ -48,11 +53,12 @@ def plan_actors(settings: EngineSettings, args: MADPOConfig, layout: Layout) -> 
     from comlrl_ds.engines.hardware import best_dtype
 
     found, plans = Findings(), {}
-    for role in map(actor_role, range(args.num_actors)):
+    rates = dict.fromkeys(map(actor_role, range(args.num_actors)), (args.batch_size, args.agent_learning_rate))
+    for role, (batch, rate) in (rates | dict(others or {})).items():
         own = layout.roles[role].deepspeed
         numbers = TrainerNumbers(
-            args.batch_size, len(layout.ranks_of(role)), args.agent_learning_rate, args.max_grad_norm, settings.dtype,
-            best_dtype(settings.device), f"{layout.roles[role].group}-{role}",
+            batch, len(layout.ranks_of(role)), rate, args.max_grad_norm, settings.dtype, best_dtype(settings.device),
+            f"{layout.roles[role].group}-{role}",
         )  # fmt: skip
         where = "" if own is None else f"placement.roles.{role}"
         plans[role] = found.under(where, partial(_plan_one, own, settings, numbers, plan_engine, read_deepspeed))
@@ -81,7 +87,7 @@ class Session:
             raise RuntimeError("another trainer of this process is still open; call its close() first")
         cluster.tenant = self
         self._sources, self._settings, self._plans, self._args = list(sources), settings, dict(plans), args
-        types = {plan.dtype for plan in plans.values()}
+        types = {plans[actor_role(i)].dtype for i in range(len(sources))}
         compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
         self.rollout_dtype = compute if rollout.dtype == "auto" else rollout.dtype
         self.syncs: list[SyncReport] = []
@@ -93,6 +99,7 @@ class Session:
         self._away = False
         self.steps = 0
         self.learner: Any = None
+        self._others: list[str] = []
 
     @property
     def actors(self) -> list[str]:
@@ -103,12 +110,44 @@ class Session:
 
     @property
     def max_pairs(self) -> int | None:
-        """Bound on the pairs of a micro-step that the DeepSpeed files ask for."""
-        return min((p.max_pairs for p in self._plans.values() if p.max_pairs is not None), default=None)
+        """Bound on the pairs of a micro-step that the actors' DeepSpeed files ask for."""
+        plans = [self._plans[role] for role in map(actor_role, range(len(self._sources)))]
+        return min((p.max_pairs for p in plans if p.max_pairs is not None), default=None)
 
     def world(self) -> dict[str, list[int]]:
         """[ranks, ZeRO stage] of every actor: what its saved state depends on."""
         return {role: [len(self.cluster.ranks_of(role)), plan.stage] for role, plan in self._plans.items()}
+
+    @property
+    def engines(self) -> list[str]:
+        """Roles whose engines are loaded and learn: what a checkpoint holds."""
+        return [*self.actors, *(role for role in self._others if role in self._plans and not role.startswith("reference"))]
+
+    def start(self, builds: Mapping[str, Call]) -> None:
+        """Loads the engines of further roles, in place of those that they have; groups load at the same time."""
+        self.stop([role for role in builds if role in self._others])
+        _ = self.actors  # first: it joins the groups
+        self.cluster.create(dict(builds))
+        self._others += builds
+
+    def stop(self, roles: Sequence[str]) -> None:
+        """Frees the engines of roles, where they are loaded."""
+        loaded = [role for role in roles if role in self._others]
+        if loaded:
+            self.cluster.drop(loaded)
+            self._others = [role for role in self._others if role not in loaded]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Roles besides the actors whose engines are loaded."""
+        return tuple(self._others)
+
+    def plan(self, role: str) -> EnginePlan:
+        return self._plans[role]
+
+    @property
+    def settings(self) -> EngineSettings:
+        return self._settings
 
     def _start_actors(self) -> None:
         from comlrl_ds.engines.build import build_policy
@@ -168,7 +207,7 @@ class Session:
         self.cluster.tenant = None
         if self._started and self.cluster.reaches_all:
             with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
-                self.cluster.drop(self.actors)
+                self.cluster.drop([*self.actors, *self._others])
 
 
 def _weights_of(actor: Any, dtype: str) -> Any:

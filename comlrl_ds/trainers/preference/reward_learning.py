@@ -1,0 +1,136 @@
+"""The reward model of a trainer: where it comes from, how it is fitted to a round's pairs, and how it scores responses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from comlrl_ds.cluster import call
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.learners.madpo import NonFiniteError
+from comlrl_ds.learners.scalar import RewardFit, ScalarStep
+from comlrl_ds.maths.seeds import generator_of, seed_of
+from comlrl_ds.preference.joint_text import JointText
+from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.trainers.preference.reporting import Reporter
+from comlrl_ds.trainers.preference.session import Session
+from comlrl_ds.trainers.preference.team import TeamSetup
+
+REWARD_ROLE = "reward_model"
+# A tokenizer without a limit of its own states one that no text reaches.
+NO_LIMIT = 1 << 20
+
+
+@dataclass
+class RewardSource:
+    """A reward model that has been checked; it holds no weights. `text` makes token ids of joint responses."""
+
+    folder: str
+    text: JointText
+
+
+def read_reward_source(args: MARLHFConfig, setup: TeamSetup, is_object: bool) -> RewardSource:
+    """The backbone and tokenizer of the reward model.
+
+    Args:
+        is_object: whether the first actor is a model object, which has no source to start a reward model from.
+
+    Raises:
+        ConfigError: no source, no such folder, or no tokenizer in it.
+    """
+    from comlrl_ds.engines.loading import load_tokenizer, local_folder
+
+    found, where = Findings(), "reward_model_name"
+    if args.reward_model_name is None and is_object:
+        raise ConfigError(Problem(where, "required when actors are model objects: the backbone of the reward model"))
+    folder = setup.sources[0]
+    if args.reward_model_name is not None:
+        folder = found.of(partial(local_folder, args.reward_model_name, where)) or ""
+    found.raise_any()
+    tokenizer = load_tokenizer(folder, where) if args.reward_model_name is not None else setup.team.tokenizers[0]
+    limit = args.reward_max_length or getattr(tokenizer, "model_max_length", None)
+    return RewardSource(folder, JointText(tokenizer, limit if limit and limit < NO_LIMIT else None))
+
+
+class RewardLearner:
+    """Fits the reward model of a round, from the same start each time, and scores joint responses with it.
+
+    Args:
+        session: runs the engine. reporter: gets the metrics. seed: the run's.
+    """
+
+    def __init__(self, source: RewardSource, args: MARLHFConfig, session: Session, reporter: Reporter, seed: int) -> None:
+        self._source, self._args, self._session, self._reporter, self._seed = source, args, session, reporter, seed
+
+    def start(self) -> None:
+        """Loads a fresh model: the source's backbone, and the head of the run's seed."""
+        from comlrl_ds.engines.build import build_scalar
+
+        args, session = self._args, self._session
+        build = call(
+            build_scalar, self._source.folder, session.plan(REWARD_ROLE), dropout=not args.disable_dropout,
+            attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
+            head_seed=seed_of(self._seed, "reward_head"), kind="reward", freeze_backbone=args.reward_freeze_backbone,
+        )  # fmt: skip
+        session.start({REWARD_ROLE: build})
+
+    def fit(self, pairs: Sequence[PreferencePair], round: int) -> None:
+        """`reward_num_train_epochs` passes over the pairs in seeded order; those of held-out tasks only measure it."""
+        args, fit, started = self._args, self._fit, time.perf_counter()
+        train, held_out = split_by_task(pairs, args.reward_eval_fraction, self._seed, round)
+        rows = [self._rows(p) for p in train]
+        steps: list[ScalarStep] = []
+        skipped = 0
+        for epoch in range(args.reward_num_train_epochs):
+            order = list(range(len(rows)))
+            generator_of(self._seed, "reward_order", round, epoch).shuffle(order)
+            for start in range(0, len(order), args.reward_train_batch_size):
+                step = fit.step([rows[k] for k in order[start : start + args.reward_train_batch_size]])
+                steps.append(step)
+                skipped += step.skipped
+                if skipped >= args.max_nonfinite_steps:
+                    raise NonFiniteError(f"reward fit of round {round}: {skipped} steps with a number that is not finite")
+        own, other = fit.check(rows), fit.check([self._rows(p) for p in held_out])
+        text = self._source.text
+        self._reporter.log(
+            {
+                "reward/loss": own.loss, "reward/accuracy": own.accuracy, "reward/margin": own.margin,
+                "reward/pairs": own.pairs,
+                "reward/eval_loss": other.loss, "reward/eval_accuracy": other.accuracy, "reward/eval_margin": other.margin,
+                "reward/eval_pairs": other.pairs, "reward/steps": len(steps), "reward/cut_texts": text.cut,
+                "reward/cut_responses": text.cut_responses, "reward/seconds": time.perf_counter() - started,
+                "reward/first_loss": math.fsum(s.loss for s in steps[:10]) / max(1, len(steps[:10])),
+            }
+        )  # fmt: skip
+        held = f", {other.accuracy:.2f} on {other.pairs} held out" if other.pairs else ""
+        self._reporter.say(f"reward model: accuracy {own.accuracy:.2f} on {own.pairs} pairs{held}, {len(steps)} steps")
+
+    def scores(self, prompts: Sequence[Sequence[str]], responses: Sequence[Sequence[str]]) -> list[float]:
+        """R of joint responses, given as each agent's texts."""
+        return self._fit.values([self._source.text.ids(p, r) for p, r in zip(prompts, responses)])
+
+    @property
+    def _fit(self) -> RewardFit:
+        return RewardFit(self._session.cluster, REWARD_ROLE, self._args.max_tokens_per_micro_batch)
+
+    def _rows(self, pair: PreferencePair) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        text = self._source.text
+        return text.ids(pair.prompts, pair.winner_completions), text.ids(pair.prompts, pair.loser_completions)
+
+
+def split_by_task(
+    pairs: Sequence[PreferencePair], fraction: float, seed: int, round: int
+) -> tuple[list[PreferencePair], list[PreferencePair]]:
+    """(pairs to fit, pairs held out): of each task all or none, and at least one task is fitted."""
+    tasks = sorted({p.item for p in pairs})
+    count = min(round_half_up(fraction * len(tasks)), len(tasks) - 1)
+    out = set(generator_of(seed, "reward_eval", round).sample(tasks, count)) if count > 0 else set()
+    return [p for p in pairs if p.item not in out], [p for p in pairs if p.item in out]
+
+
+def round_half_up(x: float) -> int:
+    return math.floor(x + 0.5)
