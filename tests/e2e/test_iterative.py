@@ -277,6 +277,7 @@ def test_frozen_agents_stay_and_still_count(tmp_path, tiny_model):
         assert row["train/margin/agent_1"] != 0 and row["train/grad_norm/agent_1"] == 0
 
 
+@pytest.mark.slow
 def test_three_rounds_of_the_demo_model_against_its_own_past(tmp_path, demo_model, root):
     """The `explain` task with real vLLM engines: weights of older rounds come from disk."""
     import os

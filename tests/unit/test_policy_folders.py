@@ -69,8 +69,8 @@ def test_while_it_is_written_nothing_has_its_name(folders):
 
 
 def test_every_file_is_on_disk_before_its_folder_has_its_name(folders, monkeypatch):
-    steps, sync, put = [], policies._sync, os.replace
-    monkeypatch.setattr(policies, "_sync", lambda path: (steps.append(path.name), sync(path)))
+    steps, sync, put = [], policies.sync, os.replace
+    monkeypatch.setattr(policies, "sync", lambda path: (steps.append(path.name), sync(path)))
     monkeypatch.setattr(policies.os, "replace", lambda old, new: (steps.append("replace"), put(old, new)))
     folders.save(0, writer())
     assert sorted(steps[:3]) == ["model.safetensors", "model.safetensors", "note"]
