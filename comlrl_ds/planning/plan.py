@@ -38,7 +38,7 @@ from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.start import engine_places
 
 # Roles of each trainer besides rollout; those of PER_AGENT exist once for each agent.
-ROLES = {"madpo": ("actor",), "madpo_iter": ("actor",)}
+ROLES: dict[str, tuple[str, ...]] = {"madpo": ("actor",), "madpo_iter": ("actor",)}
 ROLES |= {"marlhf": ("actor", "reward_model"), "marlhf_iter": ("actor", "reward_model")}
 PER_AGENT = ("actor", "reference")
 FROZEN = ("reference", "comparator")
