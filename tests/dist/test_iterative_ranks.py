@@ -19,7 +19,15 @@ PLACEMENT = {
 }  # fmt: skip
 # The comparators of this one sample on ranks of their own.
 APART = PLACEMENT | {"roles": PLACEMENT["roles"] | {"comparator": {"group": "left"}}}
-NAMES = ["iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized"]
+# The reward model and one reference sharded over the first two ranks, at another stage than the actor there.
+JUDGED = {
+    "groups": PLACEMENT["groups"],
+    "roles": PLACEMENT["roles"] | {
+        "reward_model": {"group": "left", "deepspeed": {"zero_optimization": {"stage": 3}}},
+        "reference.0": {"group": "left", "deepspeed": {"zero_optimization": {"stage": 3}}}, "reference.1": {"group": "right"},
+    },
+}  # fmt: skip
+NAMES = ["iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized", "marlhf"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def walked(tmp_path_factory, tiny_model, root):
         settings = {
             "models": [str(tiny_model), str(other)], "folder": str(folder / "three"), "url": url, "names": NAMES,
             "sections": [f"placement={json.dumps(PLACEMENT)}", "rollout.engines=1"],
-            "comparator": [f"placement={json.dumps(APART)}"],
+            "comparator": [f"placement={json.dumps(APART)}"], "judge": [f"placement={json.dumps(JUDGED)}"],
         }  # fmt: skip
         command = ["deepspeed", "--num_gpus", "3", "--master_port", str(free_port()), "--no_local_rank"]
         done = subprocess.run(
@@ -59,8 +67,9 @@ def rounds(run: Path) -> list[str]:
 def test_three_ranks_finish_every_example(walked, name):
     run = walked[0] / name
     contents = [json.loads(text) for text in rounds(run)]
-    assert [c["iteration"] for c in contents] == [1, 2, 3] and all(c["num_pairs"] for c in contents)
-    assert (run / "final/agent_1/model.safetensors").exists() and (run / "complete").read_text() == "3"
+    count = 1 if name == "marlhf" else 3
+    assert [c["iteration"] for c in contents] == list(range(1, count + 1)) and all(c["num_pairs"] for c in contents)
+    assert (run / "final/agent_1/model.safetensors").exists() and (run / "complete").read_text() == str(count)
 
 
 @pytest.mark.parametrize("name", ["iter_current", "iter_history"])

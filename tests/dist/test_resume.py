@@ -40,12 +40,20 @@ ITERATIVE = {
 }  # fmt: skip
 
 
+MARLHF = {
+    "reward_learning_rate": 1e-3, "reward_train_batch_size": 4, "rollout_buffer_size": 3, "num_train_epochs": 2,
+    "preference_pairs_per_sample": 2, "reference_kl_enabled": True, "num_generations": 3,
+}  # fmt: skip
+# Within the reward fit, right after it, and in the middle of policy learning.
+LEARNING_KILLS = ["fitting:3", "learning:1", "learning:5"]
+
+
 def prepared(folder: Path, model: Path, ranks: int, trainer: str = "madpo") -> Path:
     sections = {"placement": PLACEMENT} if ranks > 1 else {}
     file = run_file(folder, model, **sections)
     content = yaml.safe_load(file.read_text())
     content["trainer"] = trainer
-    content["args"] |= ITERATIVE if trainer == "madpo_iter" else {"num_train_epochs": 3}
+    content["args"] |= {"madpo_iter": ITERATIVE, "marlhf": MARLHF}.get(trainer, {"num_train_epochs": 3})
     file.write_text(yaml.safe_dump(content))
     return file
 
@@ -131,6 +139,20 @@ def test_an_iterative_run_goes_on_after_every_kill(whole, tmp_path, tiny_model, 
     versions = {(x["stream"], x["version"]) for x in lines if x["kind"] == "completion"}
     assert {v for stream, v in versions if stream == "target"} == {f"agent_{i}@{updates}" for i in range(2)}
     assert {v for stream, v in versions if stream == "comparator"} == {str(tiny_model)}
+
+
+def test_a_killed_marlhf_run_goes_on(whole, tmp_path, tiny_model, root):
+    """The reward model that was fitted is not fitted again, and no rollout is sampled again."""
+    file = prepared(tmp_path, tiny_model, 1, "marlhf")
+    for kill in LEARNING_KILLS:
+        assert start(tmp_path, file, 1, root, kill).returncode == -9, kill
+    done = start(tmp_path, file, 1, root)
+    assert done.returncode == 0 and "going on from update 3 of 6" in done.stdout, done.stdout + done.stderr
+    assert_same_end(whole(1, "marlhf"), tmp_path)
+    fits = [x for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if "reward/accuracy" in x]
+    assert len(fits) == 1
+    heads = [run / "run/final/reward_model/scalar_head.safetensors" for run in (tmp_path, whole(1, "marlhf"))]
+    assert heads[0].read_bytes() == heads[1].read_bytes()
 
 
 def test_checkpoints_that_are_damaged_or_of_another_placement(whole, tmp_path, tiny_model, root):

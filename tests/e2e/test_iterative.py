@@ -38,10 +38,11 @@ def walked(tmp_path_factory, tiny_model):
 
 
 def test_every_iterative_example_is_walked():
-    assert {f.stem for f in EXAMPLES.glob("*.yaml")} - {"quickstart", "three_ranks"} == set(NAMES)
+    # The quickstart and the three ranks have tests of their own; the coding task wants a model that writes code.
+    assert {f.stem for f in EXAMPLES.glob("*.yaml")} - {"quickstart", "three_ranks", "coding"} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "marlhf"])
 def test_rounds_leave_their_files_and_metrics(walked, name):
     run = walked[0] / name
     rows = metrics(run)
@@ -111,6 +112,14 @@ def test_the_api_is_asked_once_for_each_answer_and_its_key_is_in_no_file(walked)
         pairs = json.loads((folder / "iter_api/preference_replay" / f"iteration_{number:04d}.json").read_text())["pairs"]
         sides = [p["winner_completions"] + p["loser_completions"] for p in pairs]
         assert all(any(text.endswith(" again") for text in texts) for texts in sides)  # all text blocks (F7)
+
+
+def test_each_round_of_marlhf_fits_a_new_reward_model(walked):
+    rows = [json.loads(x) for x in (walked[0] / "marlhf_iter/metrics.jsonl").read_text().splitlines()]
+    fits = [r for r in rows if "reward/accuracy" in r]
+    assert len(fits) == ROUNDS and all(r["reward/pairs"] + r["reward/eval_pairs"] > 0 for r in fits)
+    # From the same start: the first steps of each begin at log 2, as the head hardly tells texts apart.
+    assert all(abs(r["reward/first_loss"] - 0.69) < 0.5 for r in fits)
 
 
 def test_a_joint_answer_is_taken_apart_or_kept_whole(walked):

@@ -14,6 +14,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 NAMES = [
     "iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized", "centralized",
+    "marlhf", "marlhf_iter",
 ]  # fmt: skip
 ROUNDS = 3
 
@@ -24,12 +25,16 @@ def overrides(name: str, settings: dict[str, Any]) -> list[str]:
     words = [
         f"agents.0.model={tiny}", "task.dataset=tasks_for_tests:items", "task.train_limit=4",
         "task.eval_dataset=tasks_for_tests:items", "task.reward_func=tasks_for_tests:letters",
-        "task.formatters=tasks_for_tests:text", f"args.num_iterations={ROUNDS}", "args.preference_num_candidates=4",
-        "args.comparator_num_candidates=3", "args.preference_pairs_per_sample=2", "args.temperature=1.0",
+        "task.formatters=tasks_for_tests:text", "args.preference_num_candidates=4", "args.preference_pairs_per_sample=2",
+        "args.temperature=1.0",
         "args.agent_learning_rate=1e-3", "args.train_batch_size=3", "args.eval_num_samples=4", "args.max_grad_norm=null",
         "args.eval_samples_per_item=1", "dtype=float32", "deepspeed=null", "rollout.backend=transformers",
         "rollout.max_model_len=128", f"run.dir={settings['folder']}/{name}", "run.seed=5",
     ]  # fmt: skip
+    if name != "marlhf":
+        words += [f"args.num_iterations={ROUNDS}", "args.comparator_num_candidates=3"]
+    if name.startswith("marlhf"):
+        words += ["args.reward_learning_rate=1e-3", "args.rollout_buffer_size=3", "args.reward_eval_fraction=0.25"]
     words.append(f"args.max_new_tokens={16 if name == 'centralized' else '[8, 10]'}")
     if name != "centralized":
         words.append(f"agents.1.model={tiny}")
@@ -58,6 +63,8 @@ def walk(settings: dict[str, Any]) -> None:
             words += settings.get("sections", [])
         if name == "iter_current_copy":
             words += settings.get("comparator", [])
+        if name == "marlhf":
+            words += settings.get("judge", [])
         run_file = load_run_file(file, words)
         with build_trainer(run_file, file, verbose=False) as trainer:
             trainer.train()

@@ -3,6 +3,7 @@
 from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
+from comlrl_ds.engines.scalar import JointRewardModel
 from comlrl_ds.preference.centralized import (
     CentralizedComparatorAdapter,
     CentralizedComparatorParseError,
@@ -15,6 +16,7 @@ from comlrl_ds.trainers.preference.marlhf import MARLHFIterTrainer, MARLHFTraine
 __all__ = [
     "CentralizedComparatorAdapter",
     "CentralizedComparatorParseError",
+    "JointRewardModel",
     "MADPOConfig",
     "MADPOIterConfig",
     "MADPOIterTrainer",

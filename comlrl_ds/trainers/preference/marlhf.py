@@ -53,10 +53,13 @@ class RewardAndPolicyLearning(Base):
         if not args.reinforce:
             message = f"{args.rl_algorithm!r} is not there yet; write magrpo, mareinforce, marloo or maremax"
             raise ConfigError(Problem("rl_algorithm", message))
-        if args.importance_correction != "none":
-            raise ConfigError(Problem("importance_correction", "'truncated' is not there yet; write none"))
-        if getattr(args, "preference_scoring_reward", "task") != "task":
-            raise ConfigError(Problem("preference_scoring_reward", "'reward_model' is not there yet; write task"))
+        scoring = getattr(args, "preference_scoring_reward", "task")
+        for name, value, now in (
+            ("importance_correction", args.importance_correction, "none"), ("preference_scoring_reward", scoring, "task"),
+            ("oracle_workers", args.oracle_workers, 1),
+        ):  # fmt: skip
+            if value != now:
+                raise ConfigError(Problem(name, f"{value!r} is not there yet; write {now}"))
         self._reward_source = read_reward_source(args, setup, setup.sources[0].startswith(str(self.run_dir.sources)))
 
     def _start_others(self, roles: list[str]) -> None:

@@ -1,0 +1,140 @@
+"""MARLHF as a library, on a tiny model with transformers rollouts, many small runs in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tasks_for_tests import items, letters, text
+from tiny import tiny_lm, tiny_tokenizer
+
+from comlrl_ds.config.errors import ConfigError
+from comlrl_ds.preference.joint_text import reward_text
+from comlrl_ds.trainers.preference import (
+    JointRewardModel,
+    MADPOConfig,
+    MADPOTrainer,
+    MARLHFConfig,
+    MARLHFIterConfig,
+    MARLHFIterTrainer,
+    MARLHFTrainer,
+)
+
+ARGS = {
+    "num_agents": 2, "preference_num_candidates": 4, "preference_pairs_per_sample": None, "max_new_tokens": 8,
+    "temperature": 1.0, "top_p": 1.0, "top_k": None, "num_train_epochs": 1, "rollout_buffer_size": 2, "num_generations": 4,
+    "agent_learning_rate": 1e-3, "reward_learning_rate": 1e-3, "reward_train_batch_size": 4, "reward_num_train_epochs": 3,
+    "reward_eval_fraction": 0.25, "eval_interval": 0, "eval_num_samples": 4,
+}  # fmt: skip
+BACKENDS = ("magrpo", "mareinforce", "marloo", "maremax")
+
+
+def trainer(folder: Path, model: Path, *, rounds: bool = False, args=None, **arguments):
+    kind, config = (MARLHFIterTrainer, MARLHFIterConfig) if rounds else (MARLHFTrainer, MARLHFConfig)
+    given = {
+        "agent_model": str(model), "train_dataset": items()[:5], "eval_dataset": items(), "reward_func": letters,
+        "formatters": text, "run_dir": folder, "seed": 5, "verbose": False, "model_config": {"dtype": "float32"},
+        "rollout": {"backend": "transformers", "max_model_len": 128},
+    }  # fmt: skip
+    return kind(args=config(**(ARGS | (args or {}))), **(given | arguments))
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    found = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in found if name in row]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model):
+    """A run of every backend with the same seed, each with a KL of weight 0 to look at."""
+    folder = tmp_path_factory.mktemp("marlhf")
+    for name in BACKENDS:
+        args = {"rl_algorithm": name, "reference_kl_enabled": True, "reference_kl_coef": 0.0, "num_train_epochs": 2}
+        with trainer(folder / name, tiny_model, args=args) as t:
+            t.train()
+    return folder
+
+
+def test_the_backends_differ_on_the_same_rewards(trained):
+    """W2: they start from the same samples and the same reward model, and only magrpo normalises by default."""
+    first = {name: rows(trained / name, "rl/reward_spread")[0] for name in BACKENDS}
+    rewards = {name: row["turn_1/reward_mean"] for name, row in first.items()}
+    assert len(set(rewards.values())) == 1
+    sizes = {name: row["rl/advantage_abs/agent_0"] for name, row in first.items()}
+    assert len({round(size, 9) for size in sizes.values()}) == 4, sizes
+    finals = {(trained / name / "final/agent_0/model.safetensors").read_bytes() for name in BACKENDS}
+    assert len(finals) == 4
+
+
+def test_the_kl_starts_at_zero_and_grows(trained):
+    """W8: the anchor is the first policy."""
+    kls = [row["turn_1/reference_kl_mean"] for row in rows(trained / "magrpo", "turn_1/reference_kl_mean")]
+    assert len(kls) == 6 and abs(kls[0]) < 1e-9 and all(k > 1e-4 for k in kls[1:])
+
+
+def test_the_saved_reward_model_orders_the_pairs_as_it_said(trained):
+    """Loaded in plain torch, one text at a time; a language model without a head is refused."""
+    run = trained / "magrpo"
+    model = JointRewardModel.from_pretrained(str(run / "final/reward_model")).eval()
+    tokenizer = tiny_tokenizer()
+    pairs = json.loads((run / "preference_replay/iteration_0001.json").read_text())["pairs"]
+
+    @torch.no_grad()
+    def score(prompts, responses):
+        ids = tokenizer(reward_text(prompts, responses), return_tensors="pt")["input_ids"]
+        hidden = model.backbone(input_ids=ids)[0][0, -1]
+        return float(model.head(hidden))
+
+    right = [score(p["prompts"], p["winner_completions"]) > score(p["prompts"], p["loser_completions"]) for p in pairs]
+    fit = rows(run, "reward/accuracy")[0]
+    assert fit["reward/pairs"] + fit["reward/eval_pairs"] == len(pairs)
+    said = fit["reward/accuracy"] * fit["reward/pairs"] + (fit["reward/eval_accuracy"] or 0) * fit["reward/eval_pairs"]
+    assert sum(right) == pytest.approx(said)
+    assert fit["reward/accuracy"] > 0.8 and fit["reward/loss"] < fit["reward/first_loss"]
+    with pytest.raises(ConfigError, match="scalar_head"):
+        JointRewardModel.from_pretrained(str(run / "final/agent_0"))
+
+
+def test_the_anchor_of_later_rounds_is_the_first_policy(tmp_path, tiny_model):
+    args = {"num_iterations": 2, "reference_kl_enabled": True, "preference_pairs_per_sample": 2}
+    with trainer(tmp_path / "run", tiny_model, rounds=True, args=args) as t:
+        t.train()
+    kls = [row["turn_1/reference_kl_mean"] for row in rows(tmp_path / "run", "turn_1/reference_kl_mean")]
+    assert len(kls) == 6 and abs(kls[0]) < 1e-9 and kls[3] > 1e-4
+    assert len(rows(tmp_path / "run", "reward/accuracy")) == 2
+
+
+def test_long_texts_are_cut_and_counted(tmp_path, tiny_model):
+    with trainer(tmp_path / "run", tiny_model, args={"reward_max_length": 150}) as t:
+        t.train()
+    assert rows(tmp_path / "run", "reward/accuracy")[0]["reward/cut_texts"] > 0
+
+
+def test_what_cannot_work_is_refused_before_anything_is_sampled(tmp_path, tiny_model):
+    """F9: model objects have no source to start a reward model from."""
+    lms = [tiny_lm(60), tiny_lm(61)]
+    with pytest.raises(ConfigError, match="reward_model_name"):
+        trainer(tmp_path / "a", tiny_model, agent_model=None, agents=lms, tokenizer=tiny_tokenizer())
+    with pytest.raises(ConfigError, match="reward_model_name: no folder"):
+        trainer(tmp_path / "b", tiny_model, args={"reward_model_name": "./nowhere"})
+    for name, value in (("rl_algorithm", "maac"), ("importance_correction", "truncated"), ("oracle_workers", 2)):
+        with pytest.raises(ConfigError, match=name):
+            trainer(tmp_path / "c", tiny_model, args={name: value})
+    with pytest.raises(ConfigError, match="MARLHFConfig"):
+        MADPOTrainer(agent_model=str(tiny_model), args=MARLHFConfig(), reward_func=letters, train_dataset=items())
+    with pytest.raises(ConfigError, match="MADPOConfig"):
+        MARLHFTrainer(agent_model=str(tiny_model), args=MADPOConfig(), reward_func=letters, train_dataset=items())
+
+
+def test_a_frozen_reward_backbone_learns_by_its_head_alone(tmp_path, tiny_model):
+    from safetensors.torch import load_file
+
+    with trainer(tmp_path / "run", tiny_model, args={"reward_freeze_backbone": True}) as t:
+        t.train()
+    start = load_file(tiny_model / "model.safetensors")
+    kept = load_file(tmp_path / "run/final/reward_model/model.safetensors")
+    assert kept and all(torch.equal(kept[n], start[n if n in start else f"model.{n}"]) for n in kept)
+    fit = rows(tmp_path / "run", "reward/accuracy")[0]
+    assert fit["reward/loss"] != fit["reward/first_loss"]
