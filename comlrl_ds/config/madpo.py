@@ -56,6 +56,9 @@ class MADPOConfig(Settings):
     oracle_on_error: Literal["raise", "invalid"] = Field(
         "raise", description="A reward function that raises: end the run, or count the score as invalid (addition)."
     )
+    oracle_workers: Positive = Field(
+        1, description="Tasks that are scored at a time, in threads: the reward function has to be safe for that (addition)."
+    )
     max_invalid_fraction: float = Field(
         0.5, ge=0, le=1, description="Share of NaN or infinite scores of a round that ends the run (addition)."
     )

@@ -61,7 +61,6 @@ class MARLHFConfig(MADPOConfig):
     reference_kl_enabled: bool = Field(False, description="Subtract a KL from each agent's reward; anchor: its first policy.")
     reference_kl_coef: float = Field(0.1, ge=0, description="Weight of that KL.")
     reference_devices: str | list[str] | None = Field(None, description="Where the frozen references sit.")
-    oracle_workers: Positive = Field(1, description="Processes that run the task reward (addition).")
 
     # --- critics, of maac and iac
     critic_model_name: str | None = Field(None, description="Backbone of the critics; None: the actors' model.")

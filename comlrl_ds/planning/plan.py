@@ -71,8 +71,9 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     slots = found.of(partial(_slots, run_file.placement, hostfile, devices))
     machine = found.of(partial(_machine, slots or [], hostfile is not None, devices))
     roles = needed_roles(run_file.trainer, team)
-    if isinstance(args, MARLHFConfig) and args.reference_kl_enabled:
-        roles += [f"reference.{i}" for i in range(team)]
+    if isinstance(args, MARLHFConfig):
+        roles += [f"reference.{i}" for i in range(team)] if args.reference_kl_enabled else []
+        roles += {"maac": ["critic"], "iac": [f"critic.{i}" for i in range(team)]}.get(args.rl_algorithm, [])
     layout = None
     # Without ranks or devices every role would be wrong, and none by the user's mistake.
     if slots and machine:
@@ -212,7 +213,9 @@ def _engine_plan(run_file: RunFile, base: Path, role: str, size: int | None, def
     prefix, value = own or ("", run_file.deepspeed)
     args: Any = run_file.trainer_config
     batch, rate = args.batch_size, args.agent_learning_rate
-    if role == "reward_model":
+    if base_of(role) == "critic":
+        rate = args.critic_rate
+    elif role == "reward_model":
         batch, rate = args.reward_train_batch_size, args.reward_learning_rate
     numbers = TrainerNumbers(batch, size or 1, rate, args.max_grad_norm, run_file.dtype, default_dtype)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -72,15 +73,17 @@ class JointSampler:
         run_seed: each request's seed is a hash of (run seed, stream, round, task, agent, candidate).
         oracle_on_error: "raise" ends the run; "invalid" counts the score as invalid.
         chunk_items: tasks in one submission; None: as many as make about 4096 requests.
+        oracle_workers: tasks that are scored at a time.
     """
 
     def __init__(
         self, pool: RolloutPool, team: Team, oracle: Oracle, *, run_seed: int, oracle_on_error: str = "raise",
-        chunk_items: int | None = None,
+        chunk_items: int | None = None, oracle_workers: int = 1,
     ) -> None:  # fmt: skip
         self.pool, self.team, self._oracle, self._run_seed = pool, team, oracle, run_seed
-        self._on_error, self._chunk_items = oracle_on_error, chunk_items
+        self._on_error, self._chunk_items, self.oracle_workers = oracle_on_error, chunk_items, oracle_workers
         self.oracle_errors = 0
+        self._counting = threading.Lock()
 
     def sample(
         self, prompts: Sequence[JointPrompt], policies: dict[str, PolicyWeights], sampling: Sampling, *, stream: str,
@@ -120,7 +123,8 @@ class JointSampler:
                     whole += part
             for item in answered:
                 others.append(item)
-                walk.score(item)
+                if scored:
+                    walk.score(item)
             walk.take_all()
         finally:
             walk.close()
@@ -133,7 +137,8 @@ class JointSampler:
         except OracleError:
             if self._on_error == "raise":
                 raise
-            self.oracle_errors += 1
+            with self._counting:
+                self.oracle_errors += 1
             return INVALID
 
     def request(self, side: Side, joint: JointPrompt, round: int, writer: int, candidate: int) -> Request:
@@ -155,7 +160,7 @@ class _Walk:
         self._known, self._sampler, self._sampling, self._round = known, sampler, sampling, round
         self._scored = scored
         self._journal, self._progress = journal, progress
-        self._scorer = ThreadPoolExecutor(1, "oracle")
+        self._scorer = ThreadPoolExecutor(sampler.oracle_workers, "oracle")
         self._jobs: dict[Future[None], SampledItem] = {}
         self._failed = False
 

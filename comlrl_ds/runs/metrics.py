@@ -49,6 +49,12 @@ METRICS: dict[str, tuple[str, str]] = {
     "rl/advantage_abs/agent_i": ("reward", "mean |advantage|"),
     "rl/loss/agent_i": ("reward·nats", "mean −A · log π of the step"),
     "rl/logprob/agent_i": ("nats", "mean log-prob of the step's completions, before it"),
+    "value/loss/agent_i": (
+        "reward²",
+        "value_loss_coef · mean (target − V)² before the step; maac's one critic is agent_0",
+    ),
+    "value/mean/agent_i": ("reward", "mean value of the step's responses, before it"),
+    "value/grad_norm/agent_i": ("1", "gradient norm of the critic before clipping"),
     "reward/loss": ("nats", "Bradley–Terry loss on the fitted pairs, after the fit"),
     "reward/first_loss": ("nats", "mean loss of the first ten steps"),
     "reward/accuracy": ("share", "fitted pairs whose winner scores higher"),
@@ -114,8 +120,8 @@ def _declared(name: str) -> bool:
     word, _, number = last.rpartition("_")
     generic = f"{parent}/{word}_i" if word in ("agent", "round") and number.isdigit() else name
     return generic in METRICS or (
-        name.startswith("eval/") and len(name) > 5
-    )  # what an eval_aggregator returns has the user's names
+        name.startswith(("eval/", "rl/callback/")) and not name.endswith("/")
+    )  # what an eval_aggregator or a metrics_callback returns has the user's names
 
 
 class Metrics:

@@ -97,6 +97,56 @@ def test_the_saved_reward_model_orders_the_pairs_as_it_said(trained):
         JointRewardModel.from_pretrained(str(run / "final/agent_0"))
 
 
+@pytest.mark.parametrize(("algorithm", "kind"), [("maac", "v"), ("maac", "q"), ("iac", "v"), ("iac", "q")])
+def test_critics_give_the_baseline_and_learn(tmp_path, tiny_model, algorithm, kind):
+    """A = ρ − V with V of the seeded start, by plain torch, in the first buffer; two tasks of two responses each."""
+    from comlrl_ds.engines.loading import load_backbone
+    from comlrl_ds.engines.scalar import ScalarModel
+    from comlrl_ds.maths.seeds import seed_of
+    from comlrl_ds.preference.joint_text import critic_text
+
+    seen = []
+    args = {
+        "rl_algorithm": algorithm, "critic_type": kind, "num_generations": 2, "rollout_buffer_size": 4, "train_batch_size": 3,
+        "advantage_normalization": False, "critic_learning_rate": 1e-2, "num_train_epochs": 3,
+    }  # fmt: skip
+    with trainer(
+        tmp_path / "run", tiny_model, args=args, metrics_callback=lambda samples: seen.append(samples) or {"n": len(samples)}
+    ) as t:  # fmt: skip
+        t.train()
+    run, tokenizer = tmp_path / "run", tiny_tokenizer()
+    assert len(seen[0]) == 4 and rows(run, "rl/callback/n")[0]["rl/callback/n"] == 4
+    backbone = load_backbone(str(tiny_model), dtype="float32", attn_implementation="sdpa", dropout=False)
+    ids = lambda content: tokenizer(content)["input_ids"]  # noqa: E731
+
+    @torch.no_grad()
+    def value(critic, row):
+        model = ScalarModel(backbone, head_seed=seed_of(5, "critic_head", critic), kind="value")
+        return float(model.head(backbone(input_ids=torch.tensor([list(row)]))[0][0, -1]))
+
+    journal = [json.loads(x) for x in (run / "preference_replay/journal_0001.jsonl").read_text().splitlines()]
+    sampled = {
+        (x["item"], x["agent"], x["candidate"]): x["ids"] for x in journal if x.get("stream") == "policy.0"
+    }  # fmt: skip
+    for critic in range(1 if algorithm == "maac" else 2):
+        sizes = []
+        for n, sample in enumerate(seen[0]):
+            item, g = divmod(n, 2)
+            prompts = [text(items()[item])] * 2
+            if algorithm == "maac":
+                row = ids(critic_text(prompts, sample["completions"] if kind == "q" else None))
+            else:
+                row = ids(prompts[critic]) + (sampled[item, critic, g] if kind == "q" else [])
+            sizes.append(abs(sample["reward"] - value(critic, row)))
+        first = rows(run, "rl/advantage_abs/agent_0")[0]
+        for agent in [0, 1] if algorithm == "maac" else [critic]:
+            assert first[f"rl/advantage_abs/agent_{agent}"] == pytest.approx(sum(sizes) / 4, rel=1e-4)
+        losses = [row[f"value/loss/agent_{critic}"] for row in rows(run, f"value/loss/agent_{critic}")]
+        assert len(losses) == 15 and sum(losses[-5:]) < sum(losses[:5])  # 3 epochs of 3 buffers: 4, 4 and 2 responses, 3 a step
+        name = "critic" if algorithm == "maac" else f"critic_{critic}"
+        assert (run / "final" / name / "scalar_head.safetensors").exists()
+
+
 def test_the_anchor_of_later_rounds_is_the_first_policy(tmp_path, tiny_model):
     args = {"num_iterations": 2, "reference_kl_enabled": True, "preference_pairs_per_sample": 2}
     with trainer(tmp_path / "run", tiny_model, rounds=True, args=args) as t:
@@ -104,6 +154,29 @@ def test_the_anchor_of_later_rounds_is_the_first_policy(tmp_path, tiny_model):
     kls = [row["turn_1/reference_kl_mean"] for row in rows(tmp_path / "run", "turn_1/reference_kl_mean")]
     assert len(kls) == 6 and abs(kls[0]) < 1e-9 and kls[3] > 1e-4
     assert len(rows(tmp_path / "run", "reward/accuracy")) == 2
+
+
+def test_the_newest_reward_model_judges_new_comparisons(tmp_path, tiny_model):
+    """The task reward is asked until there is a reward model, and for evaluations."""
+    calls = []
+
+    def counted(a, b):
+        calls.append((a[0], b[0]))
+        return letters(a, b)
+
+    args = {"num_iterations": 2, "preference_scoring_reward": "learned", "preference_pairs_per_sample": 2}
+    with trainer(tmp_path / "run", tiny_model, rounds=True, args=args, reward_func=counted) as t:
+        t.train()
+        assert len(calls) == 5 * 2 * 4  # the first round's tasks × sides × candidates
+        t.evaluate()
+        assert len(calls) == 5 * 2 * 4 + 4
+    first, second = (
+        json.loads((tmp_path / f"run/preference_replay/iteration_000{n}.json").read_text())["pairs"] for n in (1, 2)
+    )
+    by_task = lambda p: letters([p["winner_completions"][0]], [p["winner_completions"][1]])[0]  # noqa: E731
+    assert all(p["winner_reward"] == pytest.approx(by_task(p)) for p in first)
+    assert second and not any(p["winner_reward"] == pytest.approx(by_task(p)) for p in second)
+    assert all(p["raw_rewards"] == [p["winner_reward"], p["loser_reward"]] for p in second)
 
 
 def test_long_texts_are_cut_and_counted(tmp_path, tiny_model):
@@ -119,9 +192,11 @@ def test_what_cannot_work_is_refused_before_anything_is_sampled(tmp_path, tiny_m
         trainer(tmp_path / "a", tiny_model, agent_model=None, agents=lms, tokenizer=tiny_tokenizer())
     with pytest.raises(ConfigError, match="reward_model_name: no folder"):
         trainer(tmp_path / "b", tiny_model, args={"reward_model_name": "./nowhere"})
-    for name, value in (("rl_algorithm", "maac"), ("importance_correction", "truncated"), ("oracle_workers", 2)):
-        with pytest.raises(ConfigError, match=name):
-            trainer(tmp_path / "c", tiny_model, args={name: value})
+    for args in ({"importance_correction": "truncated"}, {"use_separate_critic": False, "rl_algorithm": "iac"}):
+        with pytest.raises(ConfigError, match=next(iter(args))):
+            trainer(tmp_path / "c", tiny_model, args=args)
+    with pytest.raises(ConfigError, match="critics: 1 for 2 critics of iac"):
+        trainer(tmp_path / "c", tiny_model, args={"rl_algorithm": "iac"}, critics=[str(tiny_model)])
     with pytest.raises(ConfigError, match="MARLHFConfig"):
         MADPOTrainer(agent_model=str(tiny_model), args=MARLHFConfig(), reward_func=letters, train_dataset=items())
     with pytest.raises(ConfigError, match="MADPOConfig"):

@@ -57,6 +57,28 @@ def test_model_objects_train_and_a_missing_tokenizer_is_an_error(tmp_path, tiny_
         assert all(moved[n].shape == p.shape and not torch.equal(moved[n], p) for n, p in lm.named_parameters())
 
 
+def test_an_oracle_that_scores_several_tasks_at_a_time_gives_the_same_pairs(tmp_path, tiny_model):
+    import threading
+    import time
+
+    at_work, most = set(), []
+
+    def slow(a, b):
+        at_work.add(threading.get_ident())
+        most.append(len(at_work))
+        time.sleep(0.005)
+        at_work.discard(threading.get_ident())
+        return letters(a, b)
+
+    for workers in (1, 4):
+        most.clear()
+        with trainer(tmp_path / str(workers), tiny_model, reward_func=slow, args={"oracle_workers": workers}) as t:
+            t.train()
+        assert (max(most) > 1) == (workers > 1)
+    one, four = ((tmp_path / n / "run/preference_replay/iteration_0001.json").read_text() for n in "14")
+    assert one == four
+
+
 def test_three_agents_with_their_own_models_and_limits(tmp_path, tiny_model):
     from tiny import save_tiny_model
 

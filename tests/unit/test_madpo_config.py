@@ -45,6 +45,7 @@ DEFAULTS = {
 ADDITIONS = {
     "overlong_prompt": "error",
     "oracle_on_error": "raise",
+    "oracle_workers": 1,
     "max_invalid_fraction": 0.5,
     "collection_chunk_items": None,
     "max_grad_norm": None,

@@ -305,6 +305,7 @@ class PreferenceTrainer:
         return JointSampler(
             self.session.pool(), self.setup.team, self.setup.oracle, run_seed=self.seed,
             oracle_on_error=self.args.oracle_on_error, chunk_items=self.args.collection_chunk_items,
+            oracle_workers=self.args.oracle_workers,
         )  # fmt: skip
 
     def _evaluate_and_report(self, name: str) -> None:

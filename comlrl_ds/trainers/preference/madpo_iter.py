@@ -109,11 +109,13 @@ class MADPOIterTrainer(MADPOTrainer):
         target = Side(self.setup.team, self.session.policies(), prompts, args.preference_num_candidates, TARGET)
         failures = comparator.parse_failures
         values: dict[str, float] = {}
+        by_oracle = not self._scores_learned
         if comparator.remote:
             with ask_api(comparator, prompts, sampling, round, journal, known) as asked:
                 mine, other = sampler.sample_sides(
-                    [target], sampling, round=round, journal=journal, progress=progress, known=known, answered=asked.items
-                )
+                    [target], sampling, round=round, journal=journal, progress=progress, known=known, answered=asked.items,
+                    scored=by_oracle,
+                )  # fmt: skip
             at = {item.joint.index: item for item in other}
             other = [at[j.index] for j in prompts]
             values |= asked.metrics()
@@ -121,9 +123,11 @@ class MADPOIterTrainer(MADPOTrainer):
             weights = self._comparator_policies(round)
             side = Side(comparator.team, weights, theirs, args.comparator_candidates, COMPARATOR)
             mine, other, _ = sampler.sample_sides(
-                [target, side], sampling, round=round, journal=journal, progress=progress, known=known
+                [target, side], sampling, round=round, journal=journal, progress=progress, known=known, scored=by_oracle
             )
             values |= self._weight_hashes(weights)
+        if not by_oracle:
+            self._score([*mine, *other])
         other = [comparator.in_agents_tokens(item, ours.joint) for item, ours in zip(other, mine)]
         collected = compared_pairs(
             mine, other, mode=args.pair_selection, cap=args.preference_pairs_per_sample, run_seed=self.seed, round=round,
@@ -134,6 +138,11 @@ class MADPOIterTrainer(MADPOTrainer):
         if self._reward_range:
             values |= self._distribution(collected, mine, other, round)
         return collected, values
+
+    _scores_learned = False
+
+    def _score(self, items: Sequence[SampledItem]) -> None:
+        """Scores responses otherwise than by the task reward, where `_scores_learned` says so."""
 
     def _comparator_policies(self, round: int) -> dict[str, PolicyWeights]:
         """Who answers for the comparator in a round, with which weights."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,15 +15,18 @@ from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.learners.madpo import NonFiniteError
 from comlrl_ds.learners.policy_gradient import GradientReport, PolicyGradientLearner, Samples
-from comlrl_ds.maths.advantages import advantages, k3, normalized
+from comlrl_ds.maths.advantages import advantages, normalized
 from comlrl_ds.maths.seeds import generator_of
 from comlrl_ds.preference.collection import SampledItem, Side
 from comlrl_ds.preference.journal import Journal, Known, read_journal
+from comlrl_ds.preference.oracle import MISSING, Score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.trainers.preference.conducted import conducted
+from comlrl_ds.trainers.preference.critics import Critics, critic_roles, read_critic_sources
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.madpo_iter import MADPOIterTrainer
+from comlrl_ds.trainers.preference.references import References, reference_role
 from comlrl_ds.trainers.preference.reward_learning import REWARD_ROLE, RewardLearner, read_reward_source
 from comlrl_ds.trainers.preference.saving import Progress
 from comlrl_ds.trainers.preference.session import Rates
@@ -37,34 +42,41 @@ class RewardAndPolicyLearning(Base):
     """What MARLHF does with a round's pairs, in place of MADPO's updates."""
 
     args: MARLHFConfig
-    _learner_of_policies: PolicyGradientLearner | None = None
+
+    def __init__(
+        self, *arguments: Any, metrics_callback: Callable[..., Any] | None = None, critic_model: Any = None,
+        critics: Sequence[Any] | None = None, **keywords: Any,
+    ) -> None:  # fmt: skip
+        self._critic_model, self._critic_list, self._metrics_callback = critic_model, critics, metrics_callback
+        super().__init__(*arguments, **keywords)
 
     # --- set-up
     def _other_roles(self) -> Rates:
         args = self.args
         roles = {REWARD_ROLE: (args.reward_train_batch_size, args.reward_learning_rate)}
+        roles |= dict.fromkeys(critic_roles(args), (args.batch_size, args.critic_rate))
         if args.reference_kl_enabled:
-            roles |= {f"reference.{i}": (1, args.agent_learning_rate) for i in range(args.num_actors)}
+            roles |= {reference_role(i): (1, args.agent_learning_rate) for i in range(args.num_actors)}
         return roles
 
     def _check_more(self, setup: TeamSetup) -> None:
         super()._check_more(setup)
         args = self.args
-        if not args.reinforce:
-            message = f"{args.rl_algorithm!r} is not there yet; write magrpo, mareinforce, marloo or maremax"
-            raise ConfigError(Problem("rl_algorithm", message))
-        scoring = getattr(args, "preference_scoring_reward", "task")
-        for name, value, now in (
-            ("importance_correction", args.importance_correction, "none"), ("preference_scoring_reward", scoring, "task"),
-            ("oracle_workers", args.oracle_workers, 1),
-        ):  # fmt: skip
-            if value != now:
-                raise ConfigError(Problem(name, f"{value!r} is not there yet; write {now}"))
-        self._reward_source = read_reward_source(args, setup, setup.sources[0].startswith(str(self.run_dir.sources)))
+        if args.rl_algorithm == "iac" and not args.use_separate_critic:
+            raise ConfigError(Problem("use_separate_critic", "False is not there yet; write true"))
+        if args.importance_correction != "none":
+            raise ConfigError(Problem("importance_correction", f"{args.importance_correction!r} is not there yet; write none"))
+        is_object = setup.sources[0].startswith(str(self.run_dir.sources))
+        self._reward_source = read_reward_source(args, setup, is_object)
+        self._critic_sources = read_critic_sources(
+            args, setup, self._critic_model, self._critic_list, self.run_dir.sources, is_object
+        )
 
     def _start_others(self, roles: list[str]) -> None:
         if REWARD_ROLE in roles:
             self._rewards().start()
+        if set(roles) & set(critic_roles(self.args)):
+            self._critics()
 
     def _rewards(self) -> RewardLearner:
         return RewardLearner(self._reward_source, self.args, self.session, self.reporter, self.seed)
@@ -75,10 +87,12 @@ class RewardAndPolicyLearning(Base):
         """Fits a new reward model to the pairs, then `num_train_epochs` passes of policy learning over the tasks."""
         progress = progress or Progress()
         prompts = self.setup.prompt_builder().build(self.train_dataset)
-        args, size = self.args, self.args.rollout_buffer_size
+        args = self.args
+        # Buffers count tasks, or with a critic responses, and hold whole tasks either way.
+        size = args.rollout_buffer_size if args.reinforce else math.ceil(args.rollout_buffer_size / args.num_generations)
         buffers = math.ceil(len(prompts) / size)
         if not progress.total_updates:
-            per_buffer = math.ceil(size / args.batch_size)
+            per_buffer = math.ceil(size * (1 if args.reinforce else args.num_generations) / args.batch_size)
             rounds = self.rounds - progress.round + 1
             progress.total_updates = self.reporter.updates + rounds * args.num_train_epochs * buffers * per_buffer
             self._start_schedules(progress.total_updates)
@@ -112,74 +126,94 @@ class RewardAndPolicyLearning(Base):
         self, prompts: Sequence[JointPrompt], progress: Progress, rewards: RewardLearner, journal: Journal, known: Known
     ) -> float:
         """One rollout buffer: sample, score, compare, step. Returns the mean learned reward."""
-        args, team = self.args, self.setup.team
-        stream = f"policy.{progress.epoch}"
-        side = Side(team, self.session.policies(), prompts, args.num_generations, stream)
+        args, team, count = self.args, self.setup.team, self.args.num_generations
+        side = Side(team, self.session.policies(), prompts, count, f"policy.{progress.epoch}")
         sampled = self._sampler().sample_sides(
             [side], self._train_sampling, round=progress.round, journal=journal, known=known, scored=False
         )[0]
         self.reporter.syncs(self.session.syncs)
         self.session.to_training()
-        each = [(s, g) for s in sampled for g in range(args.num_generations)]
+        each = [(s, g) for s in sampled for g in range(count)]
         flat = rewards.scores([_prompts(s) for s, _ in each], [[row[g] for row in s.written] for s, g in each])
-        learned = torch.tensor(flat, dtype=torch.float64).view(len(sampled), args.num_generations)
-        kls = self._reference_kl(sampled)
-        gained = []
-        for i in range(args.num_actors):
-            signal = learned if kls is None else learned - args.reference_kl_coef * kls[i]
-            mode = args.advantage_mode_of
-            assert mode
-            gain = advantages(signal, mode)
-            gained.append(normalized(gain) if args.normalizes else gain)
-        self.reporter.buffer(learned, gained, None if kls is None else (kls, args.reference_kl_coef))
-        batch = [Samples([p.ids for p in s.joint.prompts], [[c.ids for c in row] for row in s.completions]) for s in sampled]
-        order = list(range(len(batch)))
-        generator_of(self.seed, "policy_order", progress.round, progress.epoch, progress.batches).shuffle(order)
-        for start in range(0, len(order), args.batch_size):
-            numbers = order[start : start + args.batch_size]
-            worth = [[gained[i][k].tolist() for i in range(args.num_actors)] for k in numbers]
-            report = self._policy_learner().step([batch[k] for k in numbers], worth)
-            self.session.steps += not report.skipped
-            self.reporter.policy_step(report)
-            if report.skipped:
-                self._stop_if_hopeless(report, [sampled[k] for k in numbers])
+        learned = torch.tensor(flat, dtype=torch.float64).view(len(sampled), count)
+        kl = References(self.setup.sources, args, self.session).kl(sampled) if args.reference_kl_enabled else None
+        # ρ_i = r − β · KL_i, for each agent its own.
+        signals = learned.expand(args.num_actors, -1, -1) if kl is None else learned - args.reference_kl_coef * kl
+        if args.reinforce:
+            gained = self._beyond_the_baseline(signals)
+        else:
+            values = self._critics().values(sampled)
+            gained = signals - values
+            gained = torch.stack([normalized(a, "all") for a in gained]) if args.normalizes else gained
+        self._call_back(sampled, learned)
+        self.reporter.buffer(learned, list(gained), None if kl is None else (list(kl), args.reference_kl_coef))
+        generator = generator_of(self.seed, "policy_order", progress.round, progress.epoch, progress.batches)
+        if args.reinforce:
+            self._step_by_task(sampled, gained, generator)
+        else:
+            self._step_by_sample(sampled, gained, signals, generator)
         return float(learned.mean())
 
-    def _reference_kl(self, sampled: Sequence[SampledItem]) -> list[torch.Tensor] | None:
-        """[agents] of [tasks, G]: k3 of each completion, Σ_t exp(d_t) − d_t − 1; None where it is off."""
-        from comlrl_ds.engines.engine import PolicyEngine
-        from comlrl_ds.engines.frozen import FrozenEngine
+    def _beyond_the_baseline(self, signals: torch.Tensor) -> torch.Tensor:
+        """[agents, tasks, G] advantages of the four backends without critic."""
+        mode = self.args.advantage_mode_of
+        assert mode
+        gained = [advantages(signal, mode) for signal in signals]
+        return torch.stack([normalized(a) if self.args.normalizes else a for a in gained])
 
-        if not self.args.reference_kl_enabled:
-            return None
-        self._start_references()
-        rows = [
-            [(s.joint.prompts[i].ids, c.ids) for s in sampled for c in s.completions[i]] for i in range(self.args.num_actors)
+    def _step_by_task(self, sampled: Sequence[SampledItem], gained: torch.Tensor, generator: Random) -> None:
+        """Steps on `train_batch_size` tasks each, all their responses together."""
+        batch = [Samples([p.ids for p in s.joint.prompts], [[c.ids for c in row] for row in s.completions]) for s in sampled]
+        order = list(range(len(batch)))
+        generator.shuffle(order)
+        for start in range(0, len(order), self.args.batch_size):
+            numbers = order[start : start + self.args.batch_size]
+            worth = [gained[:, k].tolist() for k in numbers]
+            self._policy_step([batch[k] for k in numbers], worth, [sampled[k] for k in numbers])
+
+    def _step_by_sample(
+        self, sampled: Sequence[SampledItem], gained: torch.Tensor, signals: torch.Tensor, generator: Random
+    ) -> None:
+        """Steps on `train_batch_size` responses each: the actors, then the critics on the same."""
+        order = [(k, g) for k in range(len(sampled)) for g in range(self.args.num_generations)]
+        generator.shuffle(order)
+        critics = self._critics()
+        for start in range(0, len(order), self.args.batch_size):
+            chosen = order[start : start + self.args.batch_size]
+            batch = [
+                Samples([p.ids for p in sampled[k].joint.prompts], [[row[g].ids] for row in sampled[k].completions])
+                for k, g in chosen
+            ]
+            worth = [[[a] for a in gained[:, k, g].tolist()] for k, g in chosen]
+            self._policy_step(batch, worth, [sampled[k] for k, _ in chosen])
+            targets = torch.stack([signals[:, k, g] for k, g in chosen], 1)
+            self.reporter.critic_steps(critics.step([(sampled[k], g) for k, g in chosen], targets))
+
+    def _policy_step(
+        self, batch: Sequence[Samples], worth: Sequence[Sequence[Sequence[float]]], tasks: Sequence[SampledItem]
+    ) -> None:
+        report = self._policy_learner().step(batch, worth)
+        self.session.steps += not report.skipped
+        self.reporter.policy_step(report)
+        if report.skipped:
+            self._stop_if_hopeless(report, tasks)
+
+    def _call_back(self, sampled: Sequence[SampledItem], learned: torch.Tensor) -> None:
+        """Hands every response to `metrics_callback`, whose numbers are logged under rl/callback/."""
+        if self._metrics_callback is None:
+            return
+        samples = [
+            {"item": s.joint.item, "completions": [row[g] for row in s.texts], "reward": float(learned[k, g])}
+            for k, s in enumerate(sampled)
+            for g in range(self.args.num_generations)
         ]
-        actors = self.session.actors
-        own = self.cluster.run({role: call(PolicyEngine.completion_logprobs, r) for role, r in zip(actors, rows)})
-        anchors = [f"reference.{i}" for i in range(len(actors))]
-        other = self.cluster.run({role: call(FrozenEngine.completion_logprobs, r) for role, r in zip(anchors, rows)})
-        kls = []
-        for actor, anchor in zip(actors, anchors):
-            sums = [k3(torch.tensor(p), torch.tensor(q)).sum() for p, q in zip(own[actor], other[anchor])]
-            kls.append(torch.stack(sums).view(len(sampled), -1))
-        return kls
+        self.reporter.log({f"rl/callback/{name}": float(v) for name, v in dict(self._metrics_callback(samples)).items()})
 
-    def _start_references(self) -> None:
-        """The agents as they stood when the trainer was built, in every round."""
-        from comlrl_ds.engines.build import build_reference
-
-        session, builds = self.session, {}
-        for i, source in enumerate(self.setup.sources):
-            role = f"reference.{i}"
-            if role not in session.others:
-                builds[role] = call(
-                    build_reference, source, session.plan(role), attn_implementation=session.settings.attn_implementation,
-                    chunk=self.args.logprob_chunk,
-                )  # fmt: skip
-        if builds:
-            session.start(builds)
+    def _critics(self) -> Critics:
+        assert self._critic_sources
+        critics = Critics(self._critic_sources, self.args, self.session, self.seed)
+        critics.start()
+        return critics
 
     def _policy_learner(self) -> PolicyGradientLearner:
         session, args = self.session, self.args
@@ -215,12 +249,12 @@ class RewardAndPolicyLearning(Base):
 
     @conducted
     def _save_reward_model(self, folder: Any) -> None:
-        from pathlib import Path
-
         from comlrl_ds.engines.scalar import ScalarEngine
 
         if REWARD_ROLE not in self.session.others:
             return
+        if not self.args.reinforce:
+            self._critics().save(Path(folder).absolute())
         target = Path(folder).absolute() / REWARD_ROLE
         self.cluster.run({REWARD_ROLE: call(ScalarEngine.save_pretrained, target)})
         self._reward_source.text.tokenizer.save_pretrained(target)
@@ -251,3 +285,21 @@ class MARLHFIterTrainer(RewardAndPolicyLearning, MADPOIterTrainer):
     kind: ClassVar[str] = "marlhf_iter"
     config_class: ClassVar[type[MARLHFIterConfig]] = MARLHFIterConfig
     args: MARLHFIterConfig
+
+    @property
+    def _scores_learned(self) -> bool:  # type: ignore[override]
+        """With preference_scoring_reward "reward_model", as soon as there is one: the newest is the oracle."""
+        return self.args.preference_scoring_reward == "reward_model" and REWARD_ROLE in self.session.others
+
+    def _score(self, items: Sequence[SampledItem]) -> None:
+        self.session.to_training()
+        each = [(item, j) for item in items for j in range(len(item.written[0])) if j not in item.missing]
+        # A comparator's answer is read under the agents' own prompts, as it is in the pair.
+        prompts = {item.joint.index: _prompts(item) for item in reversed(items)}
+        texts = [
+            [row[j] for row in (item.texts if len(item.texts) == self.args.num_actors else item.written)] for item, j in each
+        ]
+        learned = iter(self._rewards().scores([prompts[item.joint.index] for item, _ in each], texts))
+        for item in items:
+            rows = range(len(item.written[0]))
+            item.scores = [MISSING if j in item.missing else Score(r := next(learned), r) for j in rows]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.learners.madpo import StepReport
 from comlrl_ds.learners.policy_gradient import GradientReport
+from comlrl_ds.learners.scalar import ScalarStep
 from comlrl_ds.learners.spans import busy
 from comlrl_ds.preference.evaluation import Evaluation
 from comlrl_ds.preference.pairs import Collected
@@ -159,6 +160,18 @@ class Reporter:
             self._display.say(
                 f"update {self.updates}: learned reward {self._buffer['turn_1/reward_mean']:.3f}, {report.seconds:.1f} s"
             )
+
+    def critic_steps(self, steps: Sequence[ScalarStep]) -> None:
+        """Finished steps of the critics, one each."""
+        values: dict[str, float] = {}
+        for k, step in enumerate(steps):
+            values |= {
+                agent_metric("value/loss", k): step.loss,
+                agent_metric("value/mean", k): math.fsum(step.values) / len(step.values),
+                agent_metric("value/grad_norm", k): step.grad_norm,
+            }  # fmt: skip
+            self.nonfinite_steps += step.skipped
+        self.log(values)
 
     def say(self, text: str) -> None:
         self._display.say(text)

@@ -1,0 +1,144 @@
+"""Critics of a trainer: one for the whole team (maac), or one per agent (iac)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from comlrl_ds.cluster import call
+from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.engines.scalar import ScalarEngine
+from comlrl_ds.learners.scalar import ScalarStep, ValueFit
+from comlrl_ds.maths.seeds import seed_of
+from comlrl_ds.preference.collection import SampledItem
+from comlrl_ds.preference.joint_text import critic_text
+from comlrl_ds.trainers.preference.session import Session
+from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
+
+
+def critic_roles(args: MARLHFConfig) -> list[str]:
+    """Roles of the critics: none without one."""
+    if args.reinforce:
+        return []
+    return ["critic"] if args.rl_algorithm == "maac" else [f"critic.{i}" for i in range(args.num_actors)]
+
+
+@dataclass
+class CriticSources:
+    """Critics that have been checked; they hold no weights. `tokenizer` makes a central critic's ids from text."""
+
+    folders: list[str]
+    tokenizer: Any
+
+
+def read_critic_sources(
+    args: MARLHFConfig, setup: TeamSetup, critic_model: Any, critics: Sequence[Any] | None, place: Path, is_object: bool
+) -> CriticSources | None:
+    """Where critics start from: `critics`, one each; else `critic_model`, `critic_model_name`, the actors' own models.
+
+    Args:
+        place: folder for model objects. is_object: whether the actors are model objects, which have no source.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    roles = critic_roles(args)
+    if not roles:
+        return None
+    if critics is not None and len(critics) != len(roles):
+        raise ConfigError(Problem("critics", f"{len(critics)} for {len(roles)} critics of {args.rl_algorithm}"))
+    found = Findings()
+    name = critic_model if critic_model is not None else args.critic_model_name
+    listed = list(critics) if critics is not None else [name] * len(roles)
+    if listed[0] is None and is_object:
+        raise ConfigError(Problem("critic_model_name", "required when actors are model objects: the critics' backbone"))
+    listed = [setup.sources[min(i, len(setup.sources) - 1)] if c is None else c for i, c in enumerate(listed)]
+    path = "critics" if critics is not None else "critic_model_name"
+    folders = found.of(partial(folders_of, listed, [path] * len(roles), [r.replace(".", "_") for r in roles], place))
+    found.raise_any()
+    assert folders
+    return CriticSources(folders, _tokenizer(folders[0], setup))
+
+
+def _tokenizer(folder: str, setup: TeamSetup) -> Any:
+    from comlrl_ds.engines.loading import load_tokenizer
+
+    return setup.team.tokenizers[0] if folder == setup.sources[0] else load_tokenizer(folder, "critic_model_name")
+
+
+class Critics:
+    """Values of sampled responses, and the critics' steps.
+
+    `critic_type` v values what is asked, q also what was answered. The central critic reads one text with every agent's
+    prompt (and response); an agent's own critic reads the agent's token ids, and its value is that of the last one.
+    """
+
+    def __init__(self, sources: CriticSources, args: MARLHFConfig, session: Session, seed: int) -> None:
+        self._sources, self._args, self._session, self._seed = sources, args, session, seed
+        self.roles = critic_roles(args)
+
+    def start(self) -> None:
+        """Loads them, unless they are: they learn over all rounds."""
+        from comlrl_ds.engines.build import build_scalar
+
+        args, session = self._args, self._session
+        builds = {
+            role: call(
+                build_scalar, folder, session.plan(role), dropout=not args.disable_dropout,
+                attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
+                head_seed=seed_of(self._seed, "critic_head", k), kind="value",
+                hidden_dim=args.critic_value_head_hidden_dim,
+            )
+            for k, (role, folder) in enumerate(zip(self.roles, self._sources.folders))
+            if role not in session.others
+        }  # fmt: skip
+        if builds:
+            session.start(builds)
+
+    def values(self, sampled: Sequence[SampledItem]) -> Tensor:
+        """[critics, tasks, G]; a v-critic values each task once."""
+        G, q = self._args.num_generations, self._args.critic_type == "q"
+        found = []
+        for k, role in enumerate(self.roles):
+            rows = [self._row(k, s, g) for s in sampled for g in (range(G) if q else range(1))]
+            values = torch.tensor(self._fit(role).values(rows), dtype=torch.float64).view(len(sampled), -1)
+            found.append(values.expand(-1, G))
+        return torch.stack(found)
+
+    def step(self, chosen: Sequence[tuple[SampledItem, int]], targets: Tensor) -> list[ScalarStep]:
+        """One step of every critic on samples, with loss `value_loss_coef` · mean (target − V)².
+
+        Args:
+            chosen: (task, response). targets: [agents, samples], ρ_i; the central critic learns their mean over agents.
+        """
+        wanted = targets.mean(0, keepdim=True) if len(self.roles) == 1 else targets
+        return [
+            self._fit(role).step([self._row(k, s, g) for s, g in chosen], wanted[k].tolist(), self._args.value_loss_coef)
+            for k, role in enumerate(self.roles)
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Writes critic or critic_0 … with their tokenizers."""
+        session = self._session
+        targets = {role: folder / role.replace(".", "_") for role in self.roles if role in session.others}
+        session.cluster.run({role: call(ScalarEngine.save_pretrained, target) for role, target in targets.items()})
+        for target in targets.values():
+            self._sources.tokenizer.save_pretrained(target)
+
+    def _fit(self, role: str) -> ValueFit:
+        return ValueFit(self._session.cluster, role, self._args.max_tokens_per_micro_batch)
+
+    def _row(self, critic: int, sampled: SampledItem, g: int) -> tuple[int, ...]:
+        q = self._args.critic_type == "q"
+        if self._args.rl_algorithm == "iac":
+            return sampled.joint.prompts[critic].ids + (tuple(sampled.completions[critic][g].ids) if q else ())
+        prompts = [p.text for p in sampled.joint.prompts]
+        text = critic_text(prompts, [row[g] for row in sampled.written] if q else None)
+        return tuple(self._sources.tokenizer(text)["input_ids"])
