@@ -32,14 +32,14 @@ def build_tiny(
     return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16)
 
 
-def build_tiny_scalar(seat, seed: int, plan: EnginePlan, *, freeze: bool = False):
+def build_tiny_scalar(seat, seed: int, plan: EnginePlan, hidden_dim: int | None = 8):
     """The same with a scalar head of its own seed."""
-    return ScalarEngine(seat.role, tiny_scalar(seed, plan.dtype, freeze=freeze), plan)
+    return ScalarEngine(seat.role, tiny_scalar(seed, plan.dtype, hidden_dim), plan)
 
 
-def tiny_scalar(seed: int, dtype: str = "float32", *, freeze: bool = False) -> ScalarModel:
+def tiny_scalar(seed: int, dtype: str = "float32", hidden_dim: int | None = 8) -> ScalarModel:
     backbone = tiny_lm(seed, scale=2.0).model.to(getattr(torch, dtype))
-    return ScalarModel(backbone, head_seed=seed, hidden_dim=8, freeze_backbone=freeze)
+    return ScalarModel(backbone, head_seed=seed, hidden_dim=hidden_dim)
 
 
 def write_weights(engine: PolicyEngine, file: str) -> None:

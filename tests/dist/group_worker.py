@@ -23,6 +23,7 @@ from comlrl_ds.cluster.launch import this_identity  # noqa: E402
 from comlrl_ds.cluster.layout import Layout, RolePlace, RolloutPlace  # noqa: E402
 from comlrl_ds.engines.ds_config import TrainerNumbers, plan_engine  # noqa: E402
 from comlrl_ds.engines.engine import PolicyEngine  # noqa: E402
+from comlrl_ds.engines.scalar import ScalarEngine  # noqa: E402
 from comlrl_ds.learners.madpo import MadpoLearner  # noqa: E402
 from comlrl_ds.learners.policy_gradient import PolicyGradientLearner, Samples  # noqa: E402
 from comlrl_ds.learners.scalar import RewardFit, ValueFit  # noqa: E402
@@ -147,6 +148,17 @@ def scalar_cases(bench: Bench) -> list[dict]:
             error = relative(moved, {n: p.grad for n, p in plain.named_parameters()})
             rows.append({"case": [stage, budget, count, kind], "error": error, "loss": abs(report.loss - float(wanted))})
     return rows
+
+
+def saved_reward_case(bench: Bench) -> dict:
+    """CASES 41: a reward model after a step at ZeRO-3 on two ranks, saved; what it says of some rows, also shorter ones."""
+    plan = bench.plan("actor.0", 3, optimizer="AdamW", rate=1e-2)
+    bench.cluster.create({"actor.0": call(cases.build_tiny_scalar, 71, plan, None)})
+    rows = [[5, 6, 7, 8, 9], [11, 12], [13, 14, 15]]
+    fit = RewardFit(bench.cluster, "actor.0")
+    fit.step([(rows[0], rows[1])])
+    bench.cluster.run({"actor.0": call(ScalarEngine.save_pretrained, FOLDER / "reward")})
+    return {"folder": str(FOLDER / "reward"), "rows": rows, "values": fit.values(rows)}
 
 
 def policy_gradient_cases(bench: Bench) -> list[dict]:
@@ -315,6 +327,7 @@ def main() -> None:
         gradient_cases,
         three_steps,
         scalar_cases,
+        saved_reward_case,
         policy_gradient_cases,
         same_step_cases,
         skip_cases,

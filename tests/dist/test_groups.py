@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from comlrl_ds.config.errors import ConfigError
+from comlrl_ds.engines.scalar import JointRewardModel
 from launch import run_worker
 
 
@@ -32,6 +37,34 @@ def test_reward_models_and_critics_get_the_gradient_of_plain_torch(result):
     """Bradley–Terry pairs and squared errors, on two ranks at every stage, more rows than ranks and fewer."""
     for row in result["scalar_cases"]:
         assert row["error"] < 1e-5 and row["loss"] < 1e-5, row
+
+
+def test_a_saved_reward_model_says_the_same_and_is_nothing_without_its_head(result):
+    """CASES 41: loaded in this process, one row at a time and padded on either side."""
+    case = result["saved_reward_case"]
+    model = JointRewardModel.from_pretrained(case["folder"]).eval()
+    start = cases_of_the_start(case["rows"])
+    with torch.no_grad():
+        for row, value in zip(case["rows"], case["values"]):
+            hidden = model.backbone(input_ids=torch.tensor([row]))[0][0, -1]
+            assert float(model.head(hidden)) == pytest.approx(value, abs=1e-5)
+            left = torch.tensor([[0, 0, *row]])
+            mask = torch.tensor([[0, 0, *[1] * len(row)]])
+            hidden = model.backbone(input_ids=left, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))[0][0, -1]
+            assert float(model.head(hidden)) == pytest.approx(value, abs=1e-4)
+    assert all(abs(a - b) > 1e-4 for a, b in zip(start, case["values"]))  # the step did something
+    (Path(case["folder"]) / "scalar_head.safetensors").unlink()
+    with pytest.raises(ConfigError, match="scalar_head"):
+        JointRewardModel.from_pretrained(case["folder"])
+
+
+def cases_of_the_start(rows):
+    """Values before the step, by plain torch."""
+    from group_cases import tiny_scalar
+
+    model = tiny_scalar(71, hidden_dim=None).eval()
+    with torch.no_grad():
+        return [float(model.head(model.backbone(input_ids=torch.tensor([row]))[0][0, -1])) for row in rows]
 
 
 def test_policy_gradients_are_those_of_plain_torch(result):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from api_server import serve  # noqa: F401  # a fixture
 from hypothesis import settings
 from transformers.utils import logging
 
