@@ -10,13 +10,12 @@ import sys
 from comlrl_ds.cli import main
 from comlrl_ds.learners.madpo import MadpoLearner
 from comlrl_ds.learners.policy_gradient import PolicyGradientLearner
-from comlrl_ds.learners.scalar import RewardFit
 from comlrl_ds.preference.journal import Journal
 from comlrl_ds.runs.checkpoints import CheckpointStore
 
 POINTS = {
     "collecting": (Journal, "append"), "updating": (MadpoLearner, "step"), "saving": (CheckpointStore, "seal"),
-    "fitting": (RewardFit, "step"), "learning": (PolicyGradientLearner, "step"),
+    "learning": (PolicyGradientLearner, "step"),
 }  # fmt: skip
 
 

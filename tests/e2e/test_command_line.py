@@ -208,7 +208,10 @@ def demo_run(demo_model, tmp_path_factory, root):
     """The quickstart's run file with fewer tasks."""
     folder = tmp_path_factory.mktemp("demo")
     file = root / "launch" / "examples" / "quickstart.yaml"
-    small = ["task.train_limit=6", "args.preference_num_candidates=4", "args.eval_num_samples=6", "args.train_batch_size=3"]
+    small = [
+        "task.train_limit=4", "args.preference_num_candidates=4", "args.max_new_tokens=[24,48]", "args.train_batch_size=2",
+        "args.eval_num_samples=3", "args.eval_samples_per_item=1",
+    ]  # fmt: skip
     done = run("train", str(file), f"run.dir={folder / 'run'}", *small, cwd=root)
     assert done.returncode == 0, done.stderr
     return folder, done
@@ -222,7 +225,7 @@ def test_chat_prompts_with_pad_equal_to_eos_give_answers_and_pairs(demo_run, dem
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     folder, _ = demo_run
     pairs = json.loads((folder / "run/preference_replay/iteration_0001.json").read_text())["pairs"]
-    assert len(pairs) >= 4
+    assert len(pairs) >= 3
     for pair in pairs:
         assert all("<|im_end|>" in prompt for prompt in pair["prompts"])
     texts = [text for p in pairs for text in [*p["winner_completions"], *p["loser_completions"]]]
@@ -230,6 +233,8 @@ def test_chat_prompts_with_pad_equal_to_eos_give_answers_and_pairs(demo_run, dem
 
 
 def test_the_demo_run_trains_syncs_and_evaluates(demo_run):
+    from comlrl_ds.engines.hardware import best_dtype
+
     folder, done = demo_run
     rows = metrics(folder)
     steps = [r for r in rows if "train/loss" in r]
@@ -237,7 +242,8 @@ def test_the_demo_run_trains_syncs_and_evaluates(demo_run):
     for r in steps:
         assert all(r[f"train/grad_norm/agent_{i}"] > 0 and r[f"train/lr/agent_{i}"] == 2e-5 for i in range(2))
     syncs = [r for r in rows if "rollout/sync_bytes" in r]
-    assert len(syncs) >= 2 and all(r["rollout/sync_bytes"] == 134_515_008 * 2 for r in syncs)
+    size = 2 if best_dtype("cpu") == "bfloat16" else 4
+    assert len(syncs) >= 2 and all(r["rollout/sync_bytes"] == 134_515_008 * size for r in syncs)
     assert next(r for r in rows if "rollout/logprob_gap" in r)["rollout/logprob_gap"] < 0.2
     assert {"before", "after"} <= set(done.stdout.split())
     assert not re.search(r"Traceback|Error", done.stdout + done.stderr)
