@@ -111,7 +111,7 @@ def launched(tmp_path, tiny_model):
     ("phase", "rank", "says"),
     [
         ("collecting", 2, "rank 2 on "),  # the engine's
-        ("collecting", 3, "rank 3 on "),  # idle
+        pytest.param("collecting", 3, "rank 3 on ", marks=pytest.mark.slow),  # idle
         ("syncing", 1, "rank 1 on "),  # the sender
         ("training", 1, "rank 1 on "),
         ("training", 0, "the main rank on "),
@@ -126,7 +126,9 @@ def test_a_killed_rank_ends_all_within_30_seconds(launched, phase, rank, says):
     assert len(lines) == 1 and says in lines[0] and "ended without a word" in lines[0], lines
 
 
-@pytest.mark.parametrize(("rank", "says"), [(1, "rank 1 on "), (0, "the main rank on ")])
+@pytest.mark.parametrize(
+    ("rank", "says"), [pytest.param(1, "rank 1 on ", marks=pytest.mark.slow), (0, "the main rank on ")]
+)  # fmt: skip
 def test_a_stopped_rank_ends_all_after_the_stall_timeout(launched, rank, says):
     launch = launched(stall=15)
     launch.wait_for("training")
