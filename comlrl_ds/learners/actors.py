@@ -12,9 +12,36 @@ from torch import Tensor
 
 from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.learners.spans import Span, overlap
 
 if TYPE_CHECKING:
     from comlrl_ds.cluster import Cluster
+
+
+@dataclass(kw_only=True)
+class JointReport:
+    """One optimizer step of all actors. Lists are per agent.
+
+    `culprit` is None for a step that was taken, else (agent, sample of the batch or None) of the first non-finite number.
+    `spans` are the times (start, end) of each agent's work in the step, in seconds since the epoch.
+    """
+
+    grad_norms: list[float]
+    learning_rates: list[float]
+    tokens: int
+    micro_steps: int
+    seconds: float
+    spans: list[list[Span]]
+    culprit: tuple[int, int | None] | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return self.culprit is not None
+
+    @property
+    def overlap(self) -> float:
+        """Share of the least busy agent's time in which all agents were at work."""
+        return overlap(self.spans)
 
 
 @dataclass

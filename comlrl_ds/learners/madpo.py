@@ -16,8 +16,7 @@ from torch import Tensor
 
 from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
-from comlrl_ds.learners.actors import ActorsLearner
-from comlrl_ds.learners.spans import Span, overlap
+from comlrl_ds.learners.actors import ActorsLearner, JointReport
 from comlrl_ds.maths.losses import MadpoTerms, madpo_terms
 from comlrl_ds.maths.packing import PairTokens, plan_micro_steps, row_length, worst_forward
 
@@ -28,35 +27,15 @@ class NonFiniteError(RuntimeError):
     """Too many steps in which a loss or a gradient was NaN or infinite."""
 
 
-@dataclass
-class StepReport:
-    """One optimizer step. Lists are per agent; [pairs] tensors are in the batch's order.
-
-    `culprit` is None for a step that was taken, else (agent, pair of the batch or None) of the first non-finite number.
-    `spans` are the times (start, end) of each agent's work in the step, in seconds since the epoch.
-    """
+@dataclass(kw_only=True)
+class StepReport(JointReport):
+    """One MADPO step; [pairs] tensors are in the batch's order."""
 
     loss: float
     joint_margins: Tensor
     margins: Tensor
     winner_logprobs: list[float]
     loser_logprobs: list[float]
-    grad_norms: list[float]
-    learning_rates: list[float]
-    tokens: int
-    micro_steps: int
-    seconds: float
-    spans: list[list[Span]]
-    culprit: tuple[int, int | None] | None = None
-
-    @property
-    def skipped(self) -> bool:
-        return self.culprit is not None
-
-    @property
-    def overlap(self) -> float:
-        """Share of the least busy agent's time in which all agents were at work."""
-        return overlap(self.spans)
 
 
 @dataclass

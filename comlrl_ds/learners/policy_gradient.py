@@ -10,8 +10,7 @@ import torch
 
 from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
-from comlrl_ds.learners.actors import ActorsLearner
-from comlrl_ds.learners.spans import Span, overlap
+from comlrl_ds.learners.actors import ActorsLearner, JointReport
 from comlrl_ds.maths.packing import PairTokens, plan_micro_steps, row_length
 
 
@@ -23,28 +22,12 @@ class Samples:
     completions: Sequence[Sequence[Sequence[int]]]
 
 
-@dataclass(frozen=True)
-class GradientReport:
-    """One step. Lists are per agent; `culprit` is (agent, task) of the first number that is not finite, else None."""
+@dataclass(kw_only=True)
+class GradientReport(JointReport):
+    """One policy-gradient step; a culprit's sample is a task."""
 
     losses: list[float]
     logprobs: list[float]
-    grad_norms: list[float]
-    learning_rates: list[float]
-    tokens: int
-    micro_steps: int
-    seconds: float
-    spans: list[list[Span]]
-    culprit: tuple[int, int | None] | None
-
-    @property
-    def skipped(self) -> bool:
-        return self.culprit is not None
-
-    @property
-    def overlap(self) -> float:
-        """Share of the least busy agent's time in which all agents were at work."""
-        return overlap(self.spans)
 
 
 class PolicyGradientLearner(ActorsLearner):
@@ -91,7 +74,10 @@ class PolicyGradientLearner(ActorsLearner):
         means = (scores.sum((1, 2)) / (len(batch) * samples)).tolist()
         spans = [list(self.cluster.spans.get(role, [])) for role in self.actors]
         seconds = time.perf_counter() - started
-        return GradientReport(losses, means, norms, rates, tokens, len(plan), seconds, spans, culprit)
+        return GradientReport(
+            losses=losses, logprobs=means, grad_norms=norms, learning_rates=rates, tokens=tokens, micro_steps=len(plan),
+            seconds=seconds, spans=spans, culprit=culprit,
+        )  # fmt: skip
 
 
 def _pair(samples: Samples, agent: int, first: int) -> PairTokens:

@@ -42,13 +42,18 @@ class Collected:
 
     @property
     def score_mean(self) -> float:
-        finite = [s.value for item in self.sampled for s in item.scores if s.valid]
-        return math.fsum(finite) / len(finite) if finite else math.nan
+        return mean_score(self.sampled)
 
     def lengths(self, side: str) -> list[float]:
         """Mean tokens of the winners' or losers' completions, per agent."""
         agents = range(len(self.pairs[0].tokens)) if self.pairs else ()
         return [sum(len(getattr(p.tokens[i], side)) for p in self.pairs) / len(self.pairs) for i in agents]
+
+
+def mean_score(items: Sequence[SampledItem]) -> float:
+    """Mean of the finite scores; NaN without any."""
+    finite = [s.value for item in items for s in item.scores if s.valid]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def pairs_from(

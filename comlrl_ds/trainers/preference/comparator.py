@@ -202,13 +202,6 @@ def _same_tokens(one: Any, other: Any) -> bool:
     return files[0]() == files[1]()  # type: ignore[misc]
 
 
-def check_reward_range(reward_func: Any, wanted: bool) -> tuple[float, float] | None:
-    """The range of `log_reward_distribution`, where that is on."""
-    from comlrl_ds.preference import distributions
-
-    return distributions.check_reward_range(reward_func) if wanted else None
-
-
 def check_agents_prompts(comparator: Comparator, dataset: Sequence[Any]) -> None:
     """Makes the first task's request, so that an adapter that cannot work ends the run here.
 

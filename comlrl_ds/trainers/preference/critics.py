@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comlrl_ds.cluster import call
-from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.learners.scalar import ScalarStep, ValueFit
@@ -54,16 +53,13 @@ def read_critic_sources(
         return None
     if critics is not None and len(critics) != len(roles):
         raise ConfigError(Problem("critics", f"{len(critics)} for {len(roles)} critics of {args.rl_algorithm}"))
-    found = Findings()
     name = critic_model if critic_model is not None else args.critic_model_name
     listed = list(critics) if critics is not None else [name] * len(roles)
     if listed[0] is None and is_object:
         raise ConfigError(Problem("critic_model_name", "required when actors are model objects: the critics' backbone"))
     listed = [setup.sources[min(i, len(setup.sources) - 1)] if c is None else c for i, c in enumerate(listed)]
     path = "critics" if critics is not None else "critic_model_name"
-    folders = found.of(partial(folders_of, listed, [path] * len(roles), [r.replace(".", "_") for r in roles], place))
-    found.raise_any()
-    assert folders
+    folders = folders_of(listed, [path] * len(roles), [r.replace(".", "_") for r in roles], place)
     return CriticSources(folders, _tokenizer(folders[0], setup))
 
 

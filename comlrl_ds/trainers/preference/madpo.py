@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.learners.madpo import MadpoLearner, NonFiniteError
 from comlrl_ds.maths.seeds import generator_of
@@ -220,11 +219,6 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
     @property
     def _evaluates(self) -> bool:
         return self.eval_dataset is not None and self.args.eval_interval > 0
-
-    def _start_schedules(self, total: int) -> None:
-        from comlrl_ds.engines.engine import PolicyEngine
-
-        self.cluster.run({role: call(PolicyEngine.start_schedule, total) for role in self.session.actors})
 
     def _learner(self) -> MadpoLearner:
         """Made once: later the allocators hold what they have freed, and its memory looks taken."""

@@ -11,10 +11,15 @@ from typing import Any, ClassVar
 from comlrl_ds.cluster import call
 from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.preference.collection import COMPARATOR, TARGET, JointSampler, SampledItem, Side
-from comlrl_ds.preference.distributions import distribution_content, distribution_metrics, write_distribution
+from comlrl_ds.preference.distributions import (
+    check_reward_range,
+    distribution_content,
+    distribution_metrics,
+    write_distribution,
+)
 from comlrl_ds.preference.evaluation import win_rate_over
 from comlrl_ds.preference.journal import Journal, Known
-from comlrl_ds.preference.pairs import Collected, compared_pairs
+from comlrl_ds.preference.pairs import Collected, compared_pairs, mean_score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.preference.replay import draw, shares
@@ -27,7 +32,6 @@ from comlrl_ds.runs.policies import PolicyFolders
 from comlrl_ds.trainers.preference.comparator import (
     Comparator,
     check_agents_prompts,
-    check_reward_range,
     comparator_models,
     comparator_name,
     set_up_comparator,
@@ -61,11 +65,12 @@ class MADPOIterTrainer(MADPOTrainer):
             paths = [f"comparator_agents.{k}" for k in range(len(models))]
         folders = folders_of(models, paths, names, self.run_dir.sources)
         self.comparator = set_up_comparator(args, setup, self.rollout, folders)
-        self._reward_range = check_reward_range(setup.oracle.reward_func, args.log_reward_distribution)
+        self._reward_range = check_reward_range(setup.oracle.reward_func) if args.log_reward_distribution else None
         if self.train_dataset is not None:
             check_agents_prompts(self.comparator, self.train_dataset)
         self._rounds: list[dict[str, Any]] = []
         self._hashes: list[int] | None = None
+        self._folder_hashes: dict[str, int] = {}
         self._claimed: set[Path] = set()
 
     def _other_policies(self) -> tuple[list[str], bool]:
@@ -166,28 +171,26 @@ class MADPOIterTrainer(MADPOTrainer):
 
     def _weight_hashes(self, weights: dict[str, PolicyWeights]) -> dict[str, float]:
         """Which weights were compared with which; equal numbers are equal weights."""
-        from comlrl_ds.engines.fingerprint import hash_on_disk, weights_hash
-
-        dtype, current = self.session.rollout_dtype, self._current_hashes()
+        current = self._current_hashes()
         values: dict[str, float] = {agent_metric("iter/weights", i): h for i, h in enumerate(current)}
         for k, policy in enumerate(weights.values()):
-            agent = self.comparator.agent_of(k)
-            if policy.tensors is not None and policy.role is None:
-                found = weights_hash(policy.tensors(), dtype)
-            elif self.comparator.sources or self.args.comparator_policy == "history":
-                found = hash_on_disk(policy.source, dtype)
-            else:
-                found = current[agent]
+            # The key of weights on disk is their folder.
+            found = current[self.comparator.agent_of(k)] if policy.role else self._hash_on_disk(policy.key)
             values[agent_metric("iter/comparator_weights", k)] = found
         return values
 
     def _current_hashes(self) -> list[int]:
+        if self._hashes is None:
+            self._hashes = [self._hash_on_disk(source) for source in self.setup.sources]
+        return self._hashes
+
+    def _hash_on_disk(self, folder: str) -> int:
+        """Read once: a folder of this run, or of a model, keeps its weights."""
         from comlrl_ds.engines.fingerprint import hash_on_disk
 
-        if self._hashes is None:
-            known = {s: hash_on_disk(s, self.session.rollout_dtype) for s in dict.fromkeys(self.setup.sources)}
-            self._hashes = [known[s] for s in self.setup.sources]
-        return self._hashes
+        if folder not in self._folder_hashes:
+            self._folder_hashes[folder] = hash_on_disk(folder, self.session.rollout_dtype)
+        return self._folder_hashes[folder]
 
     def _of_sides(
         self, collected: Collected, mine: Sequence[SampledItem], other: Sequence[SampledItem], round: int
@@ -200,7 +203,7 @@ class MADPOIterTrainer(MADPOTrainer):
             "iter/compared": collected.compared, "iter/missing": collected.missing,
             "iter/win_rate": (collected.wins + 0.5 * collected.ties) / compared if collected.compared else math.nan,
             "iter/tie_share": collected.ties / compared if collected.compared else math.nan,
-            "iter/target_reward_mean": _mean_score(mine), "iter/comparator_reward_mean": _mean_score(other),
+            "iter/target_reward_mean": mean_score(mine), "iter/comparator_reward_mean": mean_score(other),
         }  # fmt: skip
 
     def _distribution(
@@ -310,8 +313,3 @@ class MADPOIterTrainer(MADPOTrainer):
 
     def _restore_more(self, state: dict[str, Any]) -> None:
         self._rounds, self._hashes = list(state["rounds"]), state["hashes"]
-
-
-def _mean_score(side: Sequence[SampledItem]) -> float:
-    finite = [s.value for item in side for s in item.scores if s.valid]
-    return math.fsum(finite) / len(finite) if finite else math.nan

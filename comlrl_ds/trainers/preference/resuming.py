@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.runs.checkpoints import CheckpointError, CheckpointStore, read_checkpoint
 from comlrl_ds.trainers.preference.conducted import conducted
@@ -131,4 +132,6 @@ class ResumableTrainer(Base):
         """Loads the engines of further roles that a checkpoint holds."""
 
     def _start_schedules(self, total: int) -> None:
-        raise NotImplementedError
+        from comlrl_ds.engines.engine import PolicyEngine
+
+        self.cluster.run({role: call(PolicyEngine.start_schedule, total) for role in self.session.actors})

@@ -6,10 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from comlrl_ds.cluster import call
-from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.learners.madpo import NonFiniteError
 from comlrl_ds.learners.scalar import RewardFit, ScalarStep
@@ -44,13 +43,12 @@ def read_reward_source(args: MARLHFConfig, setup: TeamSetup, is_object: bool) ->
     """
     from comlrl_ds.engines.loading import load_tokenizer, local_folder
 
-    found, where = Findings(), "reward_model_name"
+    where = "reward_model_name"
     if args.reward_model_name is None and is_object:
         raise ConfigError(Problem(where, "required when actors are model objects: the backbone of the reward model"))
     folder = setup.sources[0]
     if args.reward_model_name is not None:
-        folder = found.of(partial(local_folder, args.reward_model_name, where)) or ""
-    found.raise_any()
+        folder = local_folder(args.reward_model_name, where)
     tokenizer = load_tokenizer(folder, where) if args.reward_model_name is not None else setup.team.tokenizers[0]
     limit = args.reward_max_length or getattr(tokenizer, "model_max_length", None)
     return RewardSource(folder, JointText(tokenizer, limit if limit and limit < NO_LIMIT else None))
