@@ -31,7 +31,7 @@ class MARLHFConfig(MADPOConfig):
     reward_num_train_epochs: Positive = Field(1, description="Passes over the pairs in the reward fit.")
     reward_train_batch_size: Positive = Field(1, description="Pairs per optimizer step of the reward fit.")
     reward_max_length: Positive | None = Field(
-        None, description="Longest joint text in tokens; None: what the tokenizer takes."
+        None, description="Longest joint text in tokens; None: what the reward model takes."
     )
     reward_freeze_backbone: bool = Field(False, description="Train only the scalar head of the reward model.")
     reward_eval_fraction: float = Field(
@@ -55,7 +55,9 @@ class MARLHFConfig(MADPOConfig):
     )
     advantage_mode: AdvantageMode = Field("mean", description="Set by rl_algorithm, whatever is written.")
     importance_correction: Annotated[Literal["none", "truncated"], lowered({"null": "none"})] = Field(
-        "none", description="truncated: weight tokens by p_trainer / p_engine, at most importance_clip (addition)."
+        "none",
+        description="truncated: tokens count min(p_trainer / p_engine, importance_clip) times, both at temperature 1 and over"
+        " the whole vocabulary; corrects for the engine's rounding and for later steps on a buffer (addition).",
     )
     importance_clip: float = Field(2.0, gt=0, description="Largest weight of importance_correction (addition).")
     reference_kl_enabled: bool = Field(False, description="Subtract a KL from each agent's reward; anchor: its first policy.")
@@ -117,6 +119,18 @@ class MARLHFConfig(MADPOConfig):
     def reinforce(self) -> bool:
         """Whether the backend is one of the four without a critic."""
         return self.rl_algorithm in ADVANTAGE_MODES
+
+    @property
+    def value_heads(self) -> bool:
+        """Whether actors are their own critics."""
+        return self.rl_algorithm == "iac" and not self.use_separate_critic
+
+    @property
+    def critic_roles(self) -> list[str]:
+        """Roles of the critics that are models of their own."""
+        if self.reinforce or self.value_heads:
+            return []
+        return ["critic"] if self.rl_algorithm == "maac" else [f"critic.{i}" for i in range(self.num_actors)]
 
     @property
     def advantage_mode_of(self) -> AdvantageMode | None:

@@ -130,21 +130,25 @@ class ZeroEngine:
             self._engine.optimizer.parameter_offload.partition_all_parameters()
         group: list[tuple[str, Any]] = []
         size = 0
-        for name, p in self._module.named_parameters():
+        for name, p in self._published():
             group.append((name.removeprefix(self._prefix), p))
             size += getattr(p, "ds_numel", p.numel()) * p.element_size()
             if size >= GATHER_BYTES:
-                yield from _gathered(group, dtype)
+                yield from gathered(group, dtype)
                 group, size = [], 0
-        yield from _gathered(group, dtype)
+        yield from gathered(group, dtype)
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, whole shape) of what `named_weights` gives, in its order."""
-        named = self._module.named_parameters()
-        return [(name.removeprefix(self._prefix), tuple(getattr(p, "ds_shape", p.shape))) for name, p in named]
+        return [(name.removeprefix(self._prefix), tuple(getattr(p, "ds_shape", p.shape))) for name, p in self._published()]
+
+    def _published(self) -> Iterator[tuple[str, Any]]:
+        """The parameters of the transformers model; what stands beside it, a value head for one, is nobody else's."""
+        return ((name, p) for name, p in self._module.named_parameters() if name.startswith(self._prefix))
 
 
-def _gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+def gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None = None) -> list[tuple[str, Tensor]]:
+    """Whole tensors of named parameters, sharded or not; a collective where they are."""
     sharded = [p for _, p in group if hasattr(p, "ds_id")]
     if not sharded:
         return [(n, p.detach() if dtype is None else p.detach().to(dtype)) for n, p in group]

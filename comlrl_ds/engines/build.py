@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
+
 from comlrl_ds.cluster import Seat
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.frozen import FrozenEngine
+from comlrl_ds.engines.heads import ValueHead, make_head
 from comlrl_ds.engines.loading import load_backbone, load_causal_lm, local_folder
 from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 
@@ -36,7 +39,7 @@ def build_reference(seat: Seat, source: str, plan: EnginePlan, *, attn_implement
 
 def build_policy(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
-    layout: str, chunk: int,
+    layout: str, chunk: int, value_head: ValueHead | None = None,
 ) -> PolicyEngine:  # fmt: skip
     """A policy's engine, for `Cluster.create`. At ZeRO-3 on several ranks no rank ever holds the whole model.
 
@@ -44,9 +47,16 @@ def build_policy(
         source: model folder, or a repository that this machine fetches for itself.
         plan: from `plan_engine`, for the group's number of ranks.
         checkpointing: recompute activations in backward. layout, chunk: see `PolicyEngine`.
+        value_head: beside the vocabulary's, of an actor that is its own critic.
     """
     lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, dropout, checkpointing)
-    return PolicyEngine(seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks)
+    head = None
+    if value_head:
+        width = lm.config.get_text_config().hidden_size
+        head = make_head(width, value_head.seed, "value", value_head.hidden_dim).to(getattr(torch, plan.dtype))
+    return PolicyEngine(
+        seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks, value_head=head
+    )
 
 
 def _loaded(

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.engines.base import ZeroEngine
+from comlrl_ds.engines.base import ZeroEngine, gathered
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
+from comlrl_ds.engines.heads import save_head
 from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs, fit_to_model, inputs_of
+from comlrl_ds.maths.advantages import importance_weights
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
 from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, row_length, share_out
 
@@ -24,11 +26,16 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 @dataclass
 class _Graph:
-    """The open forward of this rank: its pairs, their token log-probs, and whose each of those is."""
+    """The open forward of this rank: its pairs, their token log-probs, whose each of those is, and what it counts beside its
+    side's weight; values, and the sides (2 · pair + side) that they are of.
+    """
 
     pairs: list[int]
     logprobs: Tensor
     side: Tensor
+    ratios: Tensor | None
+    values: Tensor | None
+    valued: list[int]
 
 
 class PolicyEngine(ZeroEngine):
@@ -43,12 +50,14 @@ class PolicyEngine(ZeroEngine):
         plan: from `plan_engine`.
         layout: "auto", "shared" or "rows".
         chunk: tokens that reach the vocabulary at once. host_ranks: ranks that share this machine's memory.
+        value_head: makes it its own critic, too.
     """
 
     def __init__(
-        self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, host_ranks: int = 1
-    ) -> None:
-        self.scorer, self._host_ranks = Scorer(lm, chunk), host_ranks
+        self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, host_ranks: int = 1,
+        value_head: nn.Module | None = None,
+    ) -> None:  # fmt: skip
+        self.scorer, self._host_ranks = Scorer(lm, chunk, value_head), host_ranks
         self._graph: _Graph | None = None
         super().__init__(name, self.scorer, lm.config, plan, "lm.")
         try:
@@ -73,25 +82,72 @@ class PolicyEngine(ZeroEngine):
         Returns:
             [pairs][2], and the padded tokens of all ranks' forwards.
         """
+        found = self._score(pairs, score_last_token, grad, [], None, None)
+        return found["sums"], found["tokens"]
+
+    def score_samples(
+        self, pairs: Sequence[PairTokens], grad: bool, sampled: Sequence[Sequence[Sequence[float]]] = (),
+        clip: float | None = None, critic_type: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Summed log-probs of sampled completions, two of a prompt at a time, every token counted; see `score_pairs`.
+
+        Args:
+            sampled: [pairs][2][tokens] log-probs in the engine that sampled them, or nothing.
+            clip: tokens learn with the weight min(p / p_engine, clip), p of this forward and a constant; None: with 1.
+            critic_type: "v" values the prompts, "q" the completions' ends; None values nothing.
+
+        Returns:
+            "sums" [pairs][2], "tokens" as above, "values" [pairs][2] (0 where there is no completion), and "gap": Σ |log p −
+            log p_engine| over the tokens whose p_engine is known, and their number.
+        """
+        return self._score(pairs, True, grad, sampled, clip, critic_type)
+
+    def _score(
+        self, pairs: Sequence[PairTokens], score_last_token: bool, grad: bool, sampled: Sequence[Sequence[Sequence[float]]],
+        clip: float | None, critic_type: str | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        if critic_type == "q":
+            # A completion's last token is no input of its log-probs, but its value is that of this token: one more follows.
+            pairs = [PairTokens(p.prompt, *((*c, 0) if len(c) else () for c in (p.winner, p.loser))) for p in pairs]
         shares = share_out([row_length(p, score_last_token) for p in pairs], self.world_size)
         own = shares[self.rank]
         # At ZeRO-3 every call of a module is a collective, so all ranks call the head as often as the one with most tokens.
         scored = [sum(len(side) for k in share for side in pairs[k].scored(score_last_token)) for share in shares]
         parts = max(parts_for(n, self.scorer.chunk) for n in scored)
         packed = pack([pairs[k] for k in own], layout=self.layout, score_last_token=score_last_token)
+        places = _places(packed.side, 2 * len(own), critic_type)
+        if critic_type == "q":
+            packed.side[list(places.values())] = 2 * len(own)
         batch = packed.to(self.device)
+        extra: dict[str, Any] = {}
+        if critic_type is not None:
+            extra = {"valued": torch.tensor(list(places.values()) or [0], device=self.device)}
         with torch.set_grad_enabled(grad):
-            logprobs = self._engine(**inputs_of(batch), parts=parts)
-        if grad:
-            self._graph = _Graph(own, logprobs, batch.side)
-        whole = torch.zeros(2 * len(pairs) + 1, dtype=torch.float64, device=self.device)
+            found = self._engine(**inputs_of(batch), parts=parts, **extra)
+        logprobs, values = (found, None) if critic_type is None else found
+        whole = torch.zeros(4 * len(pairs) + 3, dtype=torch.float64, device=self.device)
         sums = sum_by_side(logprobs.detach(), batch.side, len(own) + 1)[: len(own)]
-        whole[:-1].view(-1, 2)[own] = sums.double()
+        whole[: 2 * len(pairs)].view(-1, 2)[own] = sums.double()
+        if values is not None and places:
+            at = torch.tensor([2 * own[s // 2] + s % 2 for s in places], device=self.device)
+            whole[2 * len(pairs) :][at] = values.detach().double()
+        ratios = None
+        if len(sampled):
+            ratios, gaps = _beside_engine(logprobs.detach(), batch.side, [sampled[k] for k in own], clip)
+            whole[-3], whole[-2] = gaps.sum(), len(gaps)
         whole[-1] = packed.padded_tokens
+        if grad:
+            self._graph = _Graph(own, logprobs, batch.side, ratios, values, list(places))
         if self.world_size > 1:
             torch.distributed.all_reduce(whole)  # every pair is one rank's, so this adds zeros: exact
         tick()
-        return whole[:-1].view(-1, 2).tolist(), int(whole[-1])
+        sides = whole[:-3].view(2, -1, 2).tolist()
+        return {"sums": sides[0], "values": sides[1], "gap": [float(whole[-3]), int(whole[-2])], "tokens": int(whole[-1])}
+
+    def values(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The value head's value of each row of token ids, at its last token; a collective of the group."""
+        found = self._score([PairTokens(row, (0,), ()) for row in rows], True, False, [], None, "v")
+        return [value for value, _ in found["values"]]
 
     @torch.no_grad()
     def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -105,19 +161,26 @@ class PolicyEngine(ZeroEngine):
         return completion_logprobs(self._engine, self.scorer.chunk, rows, self.rank, self.world_size, self.device)
 
     # --- learning
-    def backward(self, weights: Sequence[Sequence[float]]) -> None:
-        """Gradient of Σ weights · log-probs over the pairs that were scored last, added to the step's.
+    def backward(self, weights: Sequence[Sequence[float]], value_weights: Sequence[Sequence[float]] = ()) -> None:
+        """Gradient of Σ weights · log-probs + Σ value_weights · values over the pairs that were scored last, added to the
+        step's.
 
         One backward per forward: at ZeRO-3 two open forwards with two backwards give silently wrong gradients.
 
         Args:
-            weights: [pairs][2], ∂loss/∂log-prob over the whole batch of the step.
+            weights, value_weights: [pairs][2], ∂loss/∂log-prob and ∂loss/∂value over the whole batch of the step.
         """
         graph, self._graph = self._graph, None
         assert graph
         own = torch.tensor([weights[k] for k in graph.pairs] + [(0.0, 0.0)], dtype=torch.float64)  # last: of padding
         per_token = own.flatten()[graph.side.to("cpu")].to(graph.logprobs)
-        self._learn((graph.logprobs * per_token).sum())
+        if graph.ratios is not None:
+            per_token = per_token * graph.ratios
+        total = (graph.logprobs * per_token).sum()
+        if graph.values is not None:
+            of = [value_weights[graph.pairs[s // 2]][s % 2] for s in graph.valued] or [0.0]
+            total = total + (graph.values * torch.tensor(of, dtype=torch.float64).to(graph.values)).sum()
+        self._learn(total)
 
     def learn_pairs(self, pairs: Sequence[PairTokens], score_last_token: bool, weights: Sequence[Sequence[float]]) -> int:
         """Scores pairs and learns from them in one go; returns the padded tokens."""
@@ -148,8 +211,9 @@ class PolicyEngine(ZeroEngine):
 
     # --- weights
     def save_pretrained(self, folder: Path) -> None:
-        """Writes a Hugging Face folder (safetensors) in the compute type; a collective."""
+        """Writes a Hugging Face folder (safetensors) in the compute type, a value head beside it; a collective."""
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
+        head = {} if self.scorer.value_head is None else dict(gathered(list(self.scorer.value_head.named_parameters())))
         if torch.distributed.get_rank() == 0:
             lm = self.scorer.lm
             if lm.config.tie_word_embeddings:
@@ -159,3 +223,28 @@ class PolicyEngine(ZeroEngine):
             use_cache, lm.config.use_cache = lm.config.use_cache, True
             lm.save_pretrained(folder, state_dict=state)
             lm.config.use_cache = use_cache
+            if head:
+                save_head(head, folder)
+
+
+def _places(side: Tensor, sides: int, critic_type: str | None) -> dict[int, int]:
+    """By side that has a value: the index of its first scored token, which the prompt's end predicts (v), or its last (q)."""
+    if critic_type is None:
+        return {}
+    numbered = list(enumerate(side.tolist()))
+    found = {s: n for n, s in (numbered if critic_type == "q" else reversed(numbered))}
+    return {s: found[s] for s in range(sides) if s in found}
+
+
+def _beside_engine(
+    logprobs: Tensor, side: Tensor, sampled: Sequence[Sequence[Sequence[float]]], clip: float | None
+) -> tuple[Tensor | None, Tensor]:
+    """(ratio of every scored token or None, |log p − log p_engine| of the completions' tokens)."""
+    mine = side < 2 * len(sampled)
+    theirs = torch.tensor([x for pair in sampled for one in pair for x in one], dtype=torch.float64).to(logprobs.device)
+    own = logprobs[mine].double()
+    if clip is None:
+        return None, (own - theirs).abs()
+    ratios = torch.ones_like(logprobs)
+    ratios[mine] = importance_weights(own, theirs, "truncated", clip).to(ratios)
+    return ratios, (own - theirs).abs()

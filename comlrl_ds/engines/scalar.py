@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.engines.base import ZeroEngine
 from comlrl_ds.engines.ds_config import EnginePlan
+from comlrl_ds.engines.heads import load_head, make_head, save_head
 from comlrl_ds.engines.loading import load_backbone
 from comlrl_ds.maths.packing import share_out
-
-HEAD_FILE = "scalar_head.safetensors"
 
 
 class ScalarModel(nn.Module):
@@ -53,47 +49,11 @@ class ScalarModel(nn.Module):
         return self.head(hidden).squeeze(-1).float()
 
 
-def make_head(width: int, seed: int, kind: str, hidden_dim: int | None) -> nn.Sequential:
-    """The head; equal seeds give equal heads, whatever was drawn before, and nobody else's draws are moved."""
-    sizes = [width, *([hidden_dim] if hidden_dim else []), 1]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        for k, (a, b) in enumerate(itertools.pairwise(sizes)):
-            layer = nn.Linear(a, b)
-            if kind == "value":
-                nn.init.normal_(layer.weight, 0.0, 0.02)
-                nn.init.zeros_(layer.bias)
-            layers += [layer, nn.Tanh()] if k < len(sizes) - 2 else [layer]
-    return nn.Sequential(*layers)
-
-
 def save_scalar(model: ScalarModel, folder: Path, backbone: dict[str, Tensor], head: dict[str, Tensor]) -> None:
     """Writes a Hugging Face folder of the backbone, and its head beside it."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     model.backbone.save_pretrained(folder, state_dict=backbone)
-    save_file({n: t.contiguous() for n, t in head.items()}, folder / HEAD_FILE)
-    sizes = {n: list(t.shape) for n, t in head.items()}
-    (folder / "scalar_head.json").write_text(json.dumps(sizes))
-
-
-def load_head(folder: Path, head: nn.Module) -> None:
-    """Fills a head from what `save_scalar` wrote.
-
-    Raises:
-        ConfigError: there is none, or it is of another shape.
-    """
-    from safetensors.torch import load_file
-
-    file = folder / HEAD_FILE
-    if not file.is_file():
-        raise ConfigError(Problem(str(folder), f"has no {HEAD_FILE}; it is a language model, not a saved reward model"))
-    found, wanted = load_file(file), head.state_dict()
-    if {n: t.shape for n, t in found.items()} != {n: t.shape for n, t in wanted.items()}:
-        raise ConfigError(Problem(str(file), "is a head of another shape; set the head's width to that of then"))
-    head.load_state_dict(found)
+    save_head(head, folder)
 
 
 class JointRewardModel(ScalarModel):

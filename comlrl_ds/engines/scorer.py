@@ -18,26 +18,40 @@ class Scorer(nn.Module):
 
     Only the positions that predict a scored token reach the vocabulary projection, `chunk` at a time. Models whose
     logits are more than head(hidden state) are scored through their own whole forward (`whole_logits`).
+
+    Args:
+        value_head: [n, d] → [n, 1], in the model's type; values the same hidden states. None: no values.
     """
 
-    def __init__(self, lm: Any, chunk: int = 512) -> None:
+    def __init__(self, lm: Any, chunk: int = 512, value_head: nn.Module | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.chunk = chunk
+        self.value_head = value_head
         self.whole_logits = False
 
     def forward(
-        self, ids: Tensor, positions: Tensor, visible: Tensor | None, at: Tensor, target: Tensor, parts: int = 1
-    ) -> Tensor:
-        """[N] log-probabilities; the arguments are `MicroBatch`'s, and the least number of calls of the head."""
+        self, ids: Tensor, positions: Tensor, visible: Tensor | None, at: Tensor, target: Tensor, parts: int = 1,
+        valued: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """[N] log-probabilities; the arguments are `MicroBatch`'s, and the least number of calls of the head.
+
+        With `valued`, [K] of the N positions, also [K] values in fp32.
+        """
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": False}
         if visible is not None:
             inputs["attention_mask"] = additive_mask(visible, self.lm.get_output_embeddings().weight.dtype)
         if self.whole_logits:
-            logits = self.lm(**inputs).logits.flatten(0, 1)[at]
-            return token_logprobs(logits, target, lambda z: z, self.chunk, parts)
-        hidden = self.lm.base_model(**inputs)[0].flatten(0, 1)[at]
-        return token_logprobs(hidden, target, self._head, self.chunk, parts)
+            found = self.lm(**inputs, output_hidden_states=valued is not None)
+            hidden = found.hidden_states[-1].flatten(0, 1)[at] if valued is not None else None
+            scores = token_logprobs(found.logits.flatten(0, 1)[at], target, lambda z: z, self.chunk, parts)
+        else:
+            hidden = self.lm.base_model(**inputs)[0].flatten(0, 1)[at]
+            scores = token_logprobs(hidden, target, self._head, self.chunk, parts)
+        if valued is None:
+            return scores
+        assert self.value_head is not None and hidden is not None
+        return scores, self.value_head(hidden[valued]).squeeze(-1).float()
 
     def _head(self, hidden: Tensor) -> Tensor:
         logits = self.lm.get_output_embeddings()(hidden)

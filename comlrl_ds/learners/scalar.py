@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from comlrl_ds.cluster import call
+from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.maths.advantages import bradley_terry, value_loss
 from comlrl_ds.maths.packing import plan_micro_steps
@@ -50,17 +51,19 @@ class ScalarLearner:
 
     Args:
         cluster: executes the role. role: of the engine. max_tokens: padded tokens of one rank's forward.
+        engine: its class; an actor with a value head gives values, too.
     """
 
     cluster: Cluster
     role: str
     max_tokens: int = 2048
+    engine: type[ScalarEngine | PolicyEngine] = ScalarEngine
 
     def values(self, rows: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None) -> list[float]:
         """A value for each row of token ids, in token-budget batches without gradients."""
         found = [0.0] * len(rows)
         for micro in self._micro_steps([len(row) for row in rows]):
-            for k, value in zip(micro, self._run(call(ScalarEngine.values, [rows[k] for k in micro]))):
+            for k, value in zip(micro, self._run(call(self.engine.values, [rows[k] for k in micro]))):
                 found[k] = value
             if progress:
                 progress(len(micro))

@@ -73,7 +73,7 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     roles = needed_roles(run_file.trainer, team)
     if isinstance(args, MARLHFConfig):
         roles += [f"reference.{i}" for i in range(team)] if args.reference_kl_enabled else []
-        roles += {"maac": ["critic"], "iac": [f"critic.{i}" for i in range(team)]}.get(args.rl_algorithm, [])
+        roles += args.critic_roles
     layout = None
     # Without ranks or devices every role would be wrong, and none by the user's mistake.
     if slots and machine:

@@ -191,7 +191,7 @@ class _Walk:
                 self._journal.append(
                     "completion", stream=side.stream, round=self._round, item=item.joint.index, agent=writer,
                     candidate=candidate, seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason,
-                    version=completion.version,
+                    version=completion.version, **({"logprobs": completion.logprobs} if completion.logprobs else {}),
                 )  # fmt: skip
             self._place(keys[k], completion, missing)
             for job in [job for job in self._jobs if job.done()]:
@@ -202,7 +202,7 @@ class _Walk:
         """Places what was sampled before with the same seed."""
         side, item, writer, candidate = key
         found = self._known.completions.get((side.stream, self._round, item.joint.index, writer, candidate))
-        if found is None or found[0] != request.seed:
+        if found is None or found[0] != request.seed or (self._sampling.logprobs and not found[1].logprobs):
             return False
         self._place(key, found[1], missing)
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,11 @@ def reward_text(prompts: Sequence[str], responses: Sequence[str]) -> str:
     return "\n\n".join(blocks)
 
 
+def prompts_text(prompts: Sequence[str], responses: Sequence[str]) -> str:
+    """What a central v-critic values: `critic_text` without responses."""
+    return critic_text(prompts)
+
+
 def critic_text(prompts: Sequence[str], responses: Sequence[str] | None = None) -> str:
     """What the central critic values: every agent's prompt, and of a q-critic every response, too."""
     blocks = [f"[Agent {i}] {prompt}" for i, prompt in enumerate(prompts)]
@@ -28,23 +33,25 @@ def critic_text(prompts: Sequence[str], responses: Sequence[str] | None = None) 
 
 @dataclass
 class JointText:
-    """Tokenises reward texts, of at most `max_length` tokens.
+    """Tokenises joint texts, of at most `max_length` tokens.
 
     Too long a text loses the starts of its prompts first, the longest ones most; only where no prompt is left responses
-    lose their ends. So a winner and a loser that differ stay different as long as that is possible.
+    lose their ends, and with these perhaps what told a winner from a loser.
 
     Attributes:
+        form: makes the text of all prompts and responses.
         cut: texts that were cut so far. cut_responses: of them those whose responses were.
     """
 
     tokenizer: Any
     max_length: int | None = None
+    form: Callable[[Sequence[str], Sequence[str]], str] = reward_text
     cut: int = field(default=0)
     cut_responses: int = field(default=0)
 
     def ids(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[int, ...]:
         """Token ids of a joint response's text."""
-        whole = self._encode(reward_text(prompts, responses))
+        whole = self._encode(self.form(prompts, responses))
         if self.max_length is None or len(whole) <= self.max_length:
             return whole
         self.cut += 1
@@ -57,7 +64,7 @@ class JointText:
                 return whole
             room = max(0, sum(map(len, parts)) - excess)
             parts = shortened(parts, room)
-            whole = self._encode(reward_text([self._text(p) for p in parts], responses))
+            whole = self._encode(self.form([self._text(p) for p in parts], responses))
             if not room:
                 break
         if len(whole) <= self.max_length:
@@ -68,8 +75,10 @@ class JointText:
             excess = len(whole) - self.max_length
             if excess <= 0:
                 return whole
+            if not any(ends):
+                break
             ends = [part[: len(kept)] for part, kept in zip(ends, shortened(ends, max(0, sum(map(len, ends)) - excess)))]
-            whole = self._encode(reward_text([""] * len(prompts), [self._text(r) for r in ends]))
+            whole = self._encode(self.form([""] * len(prompts), [self._text(r) for r in ends]))
         return whole[: self.max_length]
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ class Known:
 class Journal:
     """Appends one JSON object per line; `sync` makes what was written survive a crash of the machine.
 
-    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"},
+    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"}, with
+    "logprobs" where they were asked for,
     {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid),
     {"kind": "answer", "round", "item", "agent", "candidate", "text"} and {"kind": "sealed", "round", "report"}.
     """
@@ -86,7 +87,8 @@ def read_journal(file: Path) -> Known:
                 continue
             where = (entry["stream"], entry["round"], entry["item"])
             if entry["kind"] == "completion":
-                completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"])
+                scores = tuple(entry.get("logprobs", ()))
+                completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"], scores)
                 known.completions[(*where, entry["agent"], entry["candidate"])] = (entry["seed"], completion)
             elif entry["kind"] == "score":
                 raw, value = (math.nan if entry[k] is None else float(entry[k]) for k in ("raw", "value"))

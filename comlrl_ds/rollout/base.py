@@ -18,12 +18,16 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from. `top_k` None and `top_p` 1 are off; `temperature` 0 is greedy."""
+    """The distribution that tokens are drawn from. `top_k` None and `top_p` 1 are off; `temperature` 0 is greedy.
+
+    With `logprobs` completions say how probable their tokens were, at temperature 1 and over the whole vocabulary.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
     min_new_tokens: int = 0
+    logprobs: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,11 +51,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled ids (the stop token included), why sampling ended ("stop" | "length"), and the weights that did it."""
+    """Sampled ids (the stop token included), why sampling ended ("stop" | "length"), the weights that did it, and the
+    engine's log-prob of each id in nats, where they were asked for.
+    """
 
     ids: tuple[int, ...]
     finish_reason: str
     version: str
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass

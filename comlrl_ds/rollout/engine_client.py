@@ -160,7 +160,7 @@ class VLLMRollout(EngineClient):
         kind, value = self.calls.reply()
         if kind != "part":
             return None
-        return [(k, Completion(tuple(ids), reason, self.held)) for k, ids, reason in value]
+        return [(k, Completion(tuple(ids), reason, self.held, tuple(scores))) for k, ids, reason, scores in value]
 
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         return self.calls.call("logprobs", rows=[list(r) for r in rows])

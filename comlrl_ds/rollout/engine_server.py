@@ -54,7 +54,7 @@ class VLLMServer:
         return {"pid": os.getpid(), "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
 
     def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> int:
-        """Completions leave as they finish: ("part", [[index, ids, finish reason], …])."""
+        """Completions leave as they finish: ("part", [[index, ids, finish reason, log-probs], …])."""
         from vllm import SamplingParams
 
         self.submissions += 1
@@ -70,14 +70,11 @@ class VLLMServer:
                 top_p=sampling["top_p"],
                 top_k=sampling["top_k"] or 0,
                 min_tokens=min(sampling["min_new_tokens"], r["max_new_tokens"]),
+                logprobs=0 if sampling["logprobs"] else None,  # of the sampled token alone
             )
             self.engine.add_request(f"{prefix}{k}", {"prompt_token_ids": r["prompt"]}, parameters)
         while self.engine.has_unfinished_requests():
-            done = [
-                [int(o.request_id.removeprefix(prefix)), list(o.outputs[0].token_ids), o.outputs[0].finish_reason]
-                for o in self.engine.step()
-                if o.finished
-            ]
+            done = [[int(o.request_id.removeprefix(prefix)), *_sampled(o.outputs[0])] for o in self.engine.step() if o.finished]
             if done:
                 say(["part", done])
         return len(requests)
@@ -141,7 +138,7 @@ class TransformersServer:
         listed = [Request("", r["prompt"], r["max_new_tokens"], r["seed"], tuple(r["stop_ids"])) for r in requests]
         self.rollout.submit(listed, Sampling(**sampling))
         while (done := self.rollout.receive()) is not None:
-            say(["part", [[k, list(c.ids), c.finish_reason] for k, c in done]])
+            say(["part", [[k, list(c.ids), c.finish_reason, list(c.logprobs)] for k, c in done]])
         return len(requests)
 
     def logprobs(self, say: Callable[[Any], None], rows: list[list[int]]) -> list[list[float]]:
@@ -163,6 +160,12 @@ class TransformersServer:
 
     def usage(self, say: Callable[[Any], None]) -> dict[str, float]:
         return usage()
+
+
+def _sampled(output: Any) -> list[Any]:
+    """[ids, finish reason, log-probs] of one of vLLM's outputs."""
+    ids = list(output.token_ids)
+    return [ids, output.finish_reason, [d[t].logprob for d, t in zip(output.logprobs or [], ids)]]
 
 
 def usage() -> dict[str, float]:

@@ -172,8 +172,10 @@ class HTTPRollout(EngineClient):
                 prompt=list(r.prompt), max_tokens=r.max_new_tokens, seed=r.seed, stop_token_ids=list(r.stop_ids),
                 ignore_eos=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or 0,
                 min_tokens=min(sampling.min_new_tokens, r.max_new_tokens), return_token_ids=True, detokenize=False,
+                logprobs=0 if sampling.logprobs else None,
             )  # fmt: skip
-            message = [k, choice["token_ids"], choice["finish_reason"]]
+            scores = choice["logprobs"]["token_logprobs"] if sampling.logprobs else []
+            message = [k, choice["token_ids"], choice["finish_reason"], scores]
         except (RolloutError, KeyError, TypeError) as error:
             message = str(error)
         with self._lock:
@@ -191,8 +193,8 @@ class HTTPRollout(EngineClient):
             # What `wait` shall see once more: that this submission is over.
             with self._lock:
                 self._done.send(None)
-        k, ids, reason = message
-        return [(k, Completion(tuple(ids), reason, self.held))]
+        k, ids, reason, scores = message
+        return [(k, Completion(tuple(ids), reason, self.held, tuple(scores)))]
 
     def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._http.logprobs(rows)

@@ -46,19 +46,22 @@ class TransformersRollout(RolloutEngine):
         if not self._todo:
             return None
         batch = [self._todo.pop() for _ in range(min(self._batch_size, len(self._todo)))]
-        return [(k, self._completion(ids, r)) for (k, r), ids in zip(batch, self._generate([r for _, r in batch]))]
+        found = zip(*self._generate([r for _, r in batch]))
+        return [(k, self._completion(ids, scores, r)) for (k, r), (ids, scores) in zip(batch, found)]
 
-    def _completion(self, ids: list[int], request: Request) -> Completion:
+    def _completion(self, ids: list[int], scores: list[float], request: Request) -> Completion:
         ids = ids[: request.max_new_tokens]
         end = next((n for n, t in enumerate(ids) if t in request.stop_ids and n >= self._least(request)), None)
         reason = "length" if end is None else "stop"
-        return Completion(tuple(ids if end is None else ids[: end + 1]), reason, self.held)
+        count = len(ids) if end is None else end + 1
+        return Completion(tuple(ids[:count]), reason, self.held, tuple(scores[:count]))
 
     def _least(self, request: Request) -> int:
         return min(self._sampling.min_new_tokens, request.max_new_tokens)
 
     @torch.no_grad()
-    def _generate(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _generate(self, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[float]]]:
+        """[requests][tokens] ids, and their log-probs where they are asked for, up to the longest request's end."""
         from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
         width = max(len(r.prompt) for r in requests)
@@ -76,7 +79,7 @@ class TransformersRollout(RolloutEngine):
             logits_processor=LogitsProcessorList([sampler]),
             stopping_criteria=StoppingCriteriaList([RowStops(requests, width)]),
         )  # fmt: skip
-        return out[:, width:].tolist()
+        return out[:, width:].tolist(), sampler.logprobs(out)
 
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:
         started = time.perf_counter()
@@ -148,10 +151,25 @@ class SeededSampler:
         self._sampling, self._width, self._least = sampling, prompt_width, least
         self._stops = [list(r.stop_ids) for r in requests]
         self._generators = [torch.Generator().manual_seed(r.seed) for r in requests]
+        self._scores: Tensor | None = None  # of the token that is being chosen, all of the vocabulary
+        self._chosen: list[Tensor] = []
+
+    def logprobs(self, ids: Tensor) -> list[list[float]]:
+        """[rows][tokens] log-probs of what was chosen, given prompts and all that was generated; none if not asked for."""
+        self._note(ids)
+        return torch.stack(self._chosen, 1).tolist() if self._chosen else [[] for _ in ids]
+
+    def _note(self, ids: Tensor) -> None:
+        if self._scores is not None:
+            self._chosen.append(self._scores.gather(1, ids[:, -1:])[:, 0])
+            self._scores = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         s = self._sampling
         scores = scores.float()
+        self._note(input_ids)
+        if s.logprobs:
+            self._scores = scores.log_softmax(-1)
         done = input_ids.shape[1] - self._width
         for b, (stops, least) in enumerate(zip(self._stops, self._least)):
             if done < least:

@@ -49,11 +49,13 @@ METRICS: dict[str, tuple[str, str]] = {
     "rl/advantage_abs/agent_i": ("reward", "mean |advantage|"),
     "rl/loss/agent_i": ("reward·nats", "mean −A · log π of the step"),
     "rl/logprob/agent_i": ("nats", "mean log-prob of the step's completions, before it"),
+    "rl/logprob_gap/agent_i": ("nats", "mean |trainer − engine| per token of the step; grows with later steps on a buffer"),
     "value/loss/agent_i": (
         "reward²",
         "value_loss_coef · mean (target − V)² before the step; maac's one critic is agent_0",
     ),
     "value/mean/agent_i": ("reward", "mean value of the step's responses, before it"),
+    "value/cut_texts": ("1", "texts of a central critic that were cut so far, each time that they were read"),
     "value/grad_norm/agent_i": ("1", "gradient norm of the critic before clipping"),
     "reward/loss": ("nats", "Bradley–Terry loss on the fitted pairs, after the fit"),
     "reward/first_loss": ("nats", "mean loss of the first ten steps"),

@@ -17,19 +17,22 @@ from tiny import tiny_lm
 from comlrl_ds.engines import base as engine_module
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
+from comlrl_ds.engines.heads import make_head
 from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 from comlrl_ds.rollout import host_sender
 from comlrl_ds.rollout.chunks import opened, view
 
 
 def build_tiny(
-    seat, seed: int, plan: EnginePlan, *, layout: str = "auto", checkpointing: bool = False, tied: bool = True, layers: int = 2
-):
-    """A tiny model's engine, the same on every rank."""
+    seat, seed: int, plan: EnginePlan, *, layout: str = "auto", checkpointing: bool = False, tied: bool = True, layers: int = 2,
+    value_head: int | None = None,
+):  # fmt: skip
+    """A tiny model's engine, the same on every rank; `value_head` is the width of its head's hidden layer."""
     lm = tiny_lm(seed, scale=2.0, tied=tied, layers=layers).to(getattr(torch, plan.dtype))
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16)
+    head = make_head(64, seed, "value", value_head).to(getattr(torch, plan.dtype)) if value_head else None
+    return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16, value_head=head)
 
 
 def build_tiny_scalar(seat, seed: int, plan: EnginePlan, hidden_dim: int | None = 8):
@@ -40,6 +43,12 @@ def build_tiny_scalar(seat, seed: int, plan: EnginePlan, hidden_dim: int | None 
 def tiny_scalar(seed: int, dtype: str = "float32", hidden_dim: int | None = 8) -> ScalarModel:
     backbone = tiny_lm(seed, scale=2.0).model.to(getattr(torch, dtype))
     return ScalarModel(backbone, head_seed=seed, hidden_dim=hidden_dim)
+
+
+def head_weights(engine: PolicyEngine) -> list[list]:
+    """[name, values] of the value head's tensors."""
+    named = engine_module.gathered(list(engine.scorer.value_head.named_parameters()))
+    return [[name, tensor.tolist()] for name, tensor in named]
 
 
 def write_weights(engine: PolicyEngine, file: str) -> None:
@@ -55,7 +64,7 @@ def spoil(engine: PolicyEngine, rank: int, undo: bool = False) -> None:
         del engine.backward
     elif engine.rank == rank:
         real = engine.backward
-        engine.backward = lambda weights: real([[x * float("inf") for x in row] for row in weights])
+        engine.backward = lambda weights, *rest: real([[x * float("inf") for x in row] for row in weights], *rest)
     else:
         engine.backward = engine.backward
 

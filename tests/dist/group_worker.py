@@ -17,6 +17,7 @@ import group_cases as cases  # noqa: E402
 import torch  # noqa: E402
 from reference import ETA, logprob, random_pairs, reference, relative  # noqa: E402
 from tiny import save_tiny_model, tiny_lm  # noqa: E402
+from value_cases import value_head_cases  # noqa: E402
 
 from comlrl_ds.cluster import call, join  # noqa: E402
 from comlrl_ds.cluster.launch import this_identity  # noqa: E402
@@ -38,6 +39,8 @@ FOLDER = Path(sys.argv[1])
 
 class Bench:
     """The launch, and how a case builds its actors and reads their weights."""
+
+    rate = RATE
 
     def __init__(self, cluster) -> None:
         self.cluster, self._files = cluster, itertools.count()
@@ -168,7 +171,9 @@ def policy_gradient_cases(bench: Bench) -> list[dict]:
         r = random.Random(stage + samples)
         ids = lambda n: [r.randrange(3, 320) for _ in range(n)]  # noqa: E731
         batch = [
-            Samples([ids(r.randint(2, 9)) for _ in range(2)], [[ids(r.randint(1, 9)) for _ in range(samples)] for _ in range(2)])
+            Samples(
+                [ids(r.randint(2, 9)) for _ in range(2)], [[ids(r.randint(1, 9)) for _ in range(samples)] for _ in range(2)]
+            )
             for _ in range(3)
         ]
         advantages = [[[r.uniform(-1, 1) for _ in range(samples)] for _ in range(2)] for _ in batch]
@@ -177,7 +182,9 @@ def policy_gradient_cases(bench: Bench) -> list[dict]:
         losses = []
         for i, lm in enumerate(lms):
             terms = [
-                -a * logprob(lm, s.prompts[i], c, True) for s, adv in zip(batch, advantages) for c, a in zip(s.completions[i], adv[i])
+                -a * logprob(lm, s.prompts[i], c, True)
+                for s, adv in zip(batch, advantages)
+                for c, a in zip(s.completions[i], adv[i])
             ]
             losses.append(torch.stack(terms).mean())
             losses[-1].backward()
@@ -329,6 +336,7 @@ def main() -> None:
         scalar_cases,
         saved_reward_case,
         policy_gradient_cases,
+        value_head_cases,
         same_step_cases,
         skip_cases,
         uneven_counts,

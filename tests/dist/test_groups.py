@@ -50,7 +50,9 @@ def test_a_saved_reward_model_says_the_same_and_is_nothing_without_its_head(resu
             assert float(model.head(hidden)) == pytest.approx(value, abs=1e-5)
             left = torch.tensor([[0, 0, *row]])
             mask = torch.tensor([[0, 0, *[1] * len(row)]])
-            hidden = model.backbone(input_ids=left, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))[0][0, -1]
+            hidden = model.backbone(input_ids=left, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))[0][
+                0, -1
+            ]
             assert float(model.head(hidden)) == pytest.approx(value, abs=1e-4)
     assert all(abs(a - b) > 1e-4 for a, b in zip(start, case["values"]))  # the step did something
     (Path(case["folder"]) / "scalar_head.safetensors").unlink()
@@ -75,6 +77,14 @@ def test_policy_gradients_are_those_of_plain_torch(result):
         frozen = row["case"][2] == 1
         assert row["errors"][0] < 1e-5 and (row["errors"][1] == 0 if frozen else row["errors"][1] < 1e-5), row
         assert row["loss"] < 1e-4, row
+
+
+def test_value_heads_and_importance_ratios_are_those_of_plain_torch(result):
+    """Gradients of model and head, value loss (clipped) and gap to the engine; heads that read prompts, and whole rows."""
+    rows = result["value_head_cases"]
+    assert any(r["micro_steps"] > 1 for r in rows)
+    for row in rows:
+        assert max(row["errors"]) < 1e-5, row
 
 
 def test_how_a_step_is_computed_does_not_change_it(result):

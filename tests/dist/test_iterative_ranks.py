@@ -19,15 +19,16 @@ PLACEMENT = {
 }  # fmt: skip
 # The comparators of this one sample on ranks of their own.
 APART = PLACEMENT | {"roles": PLACEMENT["roles"] | {"comparator": {"group": "left"}}}
-# The reward model and one reference sharded over the first two ranks, at another stage than the actor there.
+# The reward model, the critics and one reference sharded over the first two ranks, at another stage than the actor there.
+SHARDED = {"group": "left", "deepspeed": {"zero_optimization": {"stage": 3}}}
 JUDGED = {
     "groups": PLACEMENT["groups"],
     "roles": PLACEMENT["roles"] | {
-        "reward_model": {"group": "left", "deepspeed": {"zero_optimization": {"stage": 3}}},
-        "reference.0": {"group": "left", "deepspeed": {"zero_optimization": {"stage": 3}}}, "reference.1": {"group": "right"},
+        "reward_model": SHARDED, "critic": SHARDED, "reference.0": SHARDED, "reference.1": {"group": "right"},
     },
 }  # fmt: skip
-NAMES = ["iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized", "marlhf"]
+NAMES = ["iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized"]
+NAMES += ["marlhf", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,9 @@ def walked(tmp_path_factory, tiny_model, root):
             env=environment(root) | {"PYTHONPATH": os.pathsep.join([str(E2E), str(root)])}, timeout=580, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        walk({"models": settings["models"], "folder": str(folder / "one"), "url": url, "names": ["iter_current", "iter_history"]})
+        walk(
+            {"models": settings["models"], "folder": str(folder / "one"), "url": url, "names": ["iter_current", "iter_history"]}
+        )
     return folder / "three", folder / "one"
 
 
@@ -67,7 +70,7 @@ def rounds(run: Path) -> list[str]:
 def test_three_ranks_finish_every_example(walked, name):
     run = walked[0] / name
     contents = [json.loads(text) for text in rounds(run)]
-    count = 1 if name == "marlhf" else 3
+    count = 1 if name.startswith("marlhf") else 3
     assert [c["iteration"] for c in contents] == list(range(1, count + 1)) and all(c["num_pairs"] for c in contents)
     assert (run / "final/agent_1/model.safetensors").exists() and (run / "complete").read_text() == str(count)
 

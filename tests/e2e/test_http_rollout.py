@@ -13,10 +13,10 @@ import torch
 import yaml
 from engines import policy_of, start_engine
 from test_command_line import metrics, run, run_file
-from test_rollout import everything
+from test_rollout import everything, requests
 from tiny import save_tiny_model, tiny_lm
 
-from comlrl_ds.rollout.base import PolicyWeights, RolloutError
+from comlrl_ds.rollout.base import PolicyWeights, RolloutError, Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.engine_settings import probe_rows
 from comlrl_ds.rollout.http_rollout import HTTPRollout
@@ -66,8 +66,17 @@ def test_a_server_samples_what_an_engine_child_samples(server, engine):
     policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", str(model), str(model)) for i in range(2)}
     try:
         assert everything(RolloutPool([engine], shape_of), policies) == everything(RolloutPool([child], shape_of), policies)
+        scores = [logprobs(RolloutPool([e], shape_of), policies) for e in (engine, child)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-4) and len(scores[0]) > 100
     finally:
         child.shutdown()
+
+
+def logprobs(pool, policies) -> list[float]:
+    """Of every sampled token, request by request."""
+    got = dict(pool.generate(requests(), policies, Sampling(0.8, top_k=30, logprobs=True)))
+    assert all(len(c.logprobs) == len(c.ids) for c in got.values())
+    return [x for k in range(len(got)) for x in got[k].logprobs]
 
 
 def test_a_server_takes_weights(server, engine):

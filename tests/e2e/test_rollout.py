@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -104,6 +105,21 @@ def test_logprobs_and_greedy_tokens_agree_with_transformers(engines):
     pools = [RolloutPool([e], shape_of) for e in (started[0], reference)]
     got = [dict(pool.generate(requests()[::8], {"agent_0": policy}, greedy)) for pool in pools]
     assert [got[0][k].ids for k in range(4)] == [got[1][k].ids for k in range(4)]
+
+
+def test_completions_say_how_probable_their_tokens_were(engines):
+    """At temperature 1 over the whole vocabulary, by vLLM as by transformers; asking changes no draw."""
+    folder, started = engines
+    policies = {f"agent_{i}": PolicyWeights(f"agent_{i}", str(folder), str(folder)) for i in range(2)}
+    asked = Sampling(0.8, top_p=0.9, top_k=30, logprobs=True)
+    pool = RolloutPool(started, shape_of)
+    got = dict(pool.generate(requests(), policies, asked))
+    silent = dict(pool.generate(requests(), policies, replace(asked, logprobs=False)))
+    assert {k: c.ids for k, c in got.items()} == {k: c.ids for k, c in silent.items()} and not silent[0].logprobs
+    reference = TransformersRollout(str(folder), dtype=torch.float32)
+    for k, r in enumerate(requests()):
+        expected = reference.prompt_logprobs([[*r.prompt, *got[k].ids]])[0][len(r.prompt) - 1 :]
+        assert got[k].logprobs == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_least_length_holds_against_stop_tokens(engines):

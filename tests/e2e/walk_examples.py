@@ -14,8 +14,10 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 NAMES = [
     "iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized", "centralized",
-    "marlhf", "marlhf_iter",
+    "marlhf", "marlhf_mareinforce", "marlhf_marloo", "marlhf_maremax", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads",
+    "marlhf_iter",
 ]  # fmt: skip
+ONE_SHOT = [name for name in NAMES if name.startswith("marlhf") and name != "marlhf_iter"]
 ROUNDS = 3
 
 
@@ -31,10 +33,11 @@ def overrides(name: str, settings: dict[str, Any]) -> list[str]:
         "args.eval_samples_per_item=1", "dtype=float32", "deepspeed=null", "rollout.backend=transformers",
         "rollout.max_model_len=128", f"run.dir={settings['folder']}/{name}", "run.seed=5",
     ]  # fmt: skip
-    if name != "marlhf":
+    if name not in ONE_SHOT:
         words += [f"args.num_iterations={ROUNDS}", "args.comparator_num_candidates=3"]
     if name.startswith("marlhf"):
-        words += ["args.reward_learning_rate=1e-3", "args.rollout_buffer_size=3", "args.reward_eval_fraction=0.25"]
+        words += ["args.reward_learning_rate=1e-3", "args.reward_eval_fraction=0.25"]
+        words.append(f"args.rollout_buffer_size={8 if 'ac' in name else 3}")
     words.append(f"args.max_new_tokens={16 if name == 'centralized' else '[8, 10]'}")
     if name != "centralized":
         words.append(f"agents.1.model={tiny}")
@@ -63,7 +66,7 @@ def walk(settings: dict[str, Any]) -> None:
             words += settings.get("sections", [])
         if name == "iter_current_copy":
             words += settings.get("comparator", [])
-        if name == "marlhf":
+        if name in ONE_SHOT:
             words += settings.get("judge", [])
         run_file = load_run_file(file, words)
         with build_trainer(run_file, file, verbose=False) as trainer:

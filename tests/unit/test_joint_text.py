@@ -54,6 +54,26 @@ def test_prompts_are_cut_before_responses_and_both_are_counted(tokenizer):
     assert len(one) <= least - 6 and short.cut_responses == 2 and one != other
 
 
+@given(
+    st.lists(st.tuples(st.text(max_size=40), st.text(max_size=20), st.text(max_size=20)), min_size=1, max_size=3),
+    st.integers(0, 60),
+)
+def test_responses_stay_whole_while_prompts_can_be_cut(tokenizer, agents, room):
+    """W14: for every text, also one whose characters are several tokens: winner and loser stay as unlike as they were."""
+    prompts, *sides = map(list, zip(*agents))
+    limit = room + max(len(JointText(tokenizer).ids([""] * len(prompts), side)) for side in sides)
+    text = JointText(tokenizer, limit)
+    found = [text.ids(prompts, side) for side in sides]
+    whole = [tokenizer(reward_text(prompts, side))["input_ids"] for side in sides]
+    assert (text.cut, text.cut_responses) == (sum(len(ids) > limit for ids in whole), 0)
+    for ids, responses in zip(found, sides):
+        assert len(ids) <= limit
+        kept = tokenizer.decode(list(ids))
+        assert all(f"Agent {k} response:\n{response}" in kept for k, response in enumerate(responses, 1))
+        assert kept.endswith(responses[-1])
+    assert (found[0] == found[1]) == (sides[0] == sides[1])
+
+
 def test_what_fits_stays_as_it_is(tokenizer):
     text = JointText(tokenizer, 500)
     assert text.ids(["p"], ["r"]) == tuple(tokenizer(reward_text(["p"], ["r"]))["input_ids"]) and text.cut == 0

@@ -191,6 +191,17 @@ def test_the_others_have_a_critic_per_actor_or_none(kind, algorithm):
     assert list(problems(lambda: kind(**one, critic_devices=["cpu"] * 3))) == ["critic_devices"]
 
 
+@BOTH
+def test_value_heads_are_no_critics(kind):
+    roles = lambda **given: kind(**given).critic_roles  # noqa: E731
+    assert roles(rl_algorithm="maac") == ["critic"]
+    assert roles(rl_algorithm="iac", num_agents=3) == ["critic.0", "critic.1", "critic.2"]
+    assert roles(rl_algorithm="iac", use_separate_critic=False) == [] == roles(rl_algorithm="magrpo")
+    assert roles(rl_algorithm="maac", use_separate_critic=False) == ["critic"]
+    assert kind(rl_algorithm="iac", use_separate_critic=False).value_heads
+    assert not kind(rl_algorithm="maac", use_separate_critic=False).value_heads
+
+
 # --- derived values
 @BOTH
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,18 @@ def test_no_stop_token_comes_before_min_new_tokens(engine):
         assert not set(got.ids[:least]) & set(stops)
         assert len(got.ids) <= r.max_new_tokens
     assert min(len(c.ids) for c in run(engine, requests, Sampling(1.0))) == 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_p=0.8, top_k=20), Sampling(0.0, min_new_tokens=5)])
+def test_completions_say_how_probable_their_tokens_were(engine, sampling):
+    """At temperature 1 over the whole vocabulary, however they were drawn; asking changes no draw."""
+    requests = [request(seed, tokens=3 + seed % 8, stops=(2, 30)) for seed in range(12)]
+    asked = run(engine, requests, replace(sampling, logprobs=True))
+    silent = run(engine, requests, sampling)
+    assert [c.ids for c in asked] == [c.ids for c in silent] and not any(c.logprobs for c in silent)
+    for r, got in zip(requests, asked):
+        expected = engine.prompt_logprobs([[*r.prompt, *got.ids]])[0][len(r.prompt) - 1 :]
+        assert got.logprobs == pytest.approx(expected, abs=1e-4)
 
 
 def test_one_submission_at_a_time(engine):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from comlrl_ds.cluster import call, join
 from comlrl_ds.cluster.devices import FIELDS
@@ -42,6 +42,9 @@ from comlrl_ds.trainers.preference.team import (
     set_up_team,
     wandb_output,
 )
+
+if TYPE_CHECKING:
+    from comlrl_ds.engines.heads import ValueHead
 
 GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
 
@@ -242,7 +245,7 @@ class PreferenceTrainer:
         self.cluster.arrange(self.layout, self._stall_timeout_s, self.run_dir.path)
         self._session = Session(
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
-            *self._other_policies(),
+            *self._other_policies(), value_heads=self._value_heads(),
         )  # fmt: skip
         weakref.finalize(self, self._session.close)
         for note in self._notes():
@@ -261,6 +264,10 @@ class PreferenceTrainer:
     def _other_policies(self) -> tuple[list[str], bool]:
         """(model folders of comparators that have their own, whether engines will be given weights from disk)."""
         return [], False
+
+    def _value_heads(self) -> list[ValueHead]:
+        """Heads of actors that are their own critics, one each; none elsewhere."""
+        return []
 
     # --- parts
     def _layout(self) -> Layout:

@@ -13,28 +13,24 @@ from torch import Tensor
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.scalar import ScalarEngine
-from comlrl_ds.learners.scalar import ScalarStep, ValueFit
+from comlrl_ds.learners.scalar import ScalarLearner, ScalarStep, ValueFit
 from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.collection import SampledItem
-from comlrl_ds.preference.joint_text import critic_text
+from comlrl_ds.preference.joint_text import JointText, critic_text, prompts_text
+from comlrl_ds.rollout.start import model_limits
+from comlrl_ds.trainers.preference.reward_learning import longest_text
 from comlrl_ds.trainers.preference.session import Session
 from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
 
 
-def critic_roles(args: MARLHFConfig) -> list[str]:
-    """Roles of the critics: none without one."""
-    if args.reinforce:
-        return []
-    return ["critic"] if args.rl_algorithm == "maac" else [f"critic.{i}" for i in range(args.num_actors)]
-
-
 @dataclass
 class CriticSources:
-    """Critics that have been checked; they hold no weights. `tokenizer` makes a central critic's ids from text."""
+    """Critics that have been checked; they hold no weights. `text` makes a central critic's token ids."""
 
     folders: list[str]
-    tokenizer: Any
+    text: JointText
 
 
 def read_critic_sources(
@@ -48,8 +44,12 @@ def read_critic_sources(
     Raises:
         ConfigError: with every problem.
     """
-    roles = critic_roles(args)
+    roles = args.critic_roles
     if not roles:
+        if critics is not None or critic_model is not None:
+            path = "critics" if critics is not None else "critic_model"
+            why = "use_separate_critic is off" if args.value_heads else f"{args.rl_algorithm} has no critic"
+            raise ConfigError(Problem(path, f"given, but {why}; leave it out, or write rl_algorithm maac or iac"))
         return None
     if critics is not None and len(critics) != len(roles):
         raise ConfigError(Problem("critics", f"{len(critics)} for {len(roles)} critics of {args.rl_algorithm}"))
@@ -60,13 +60,49 @@ def read_critic_sources(
     listed = [setup.sources[min(i, len(setup.sources) - 1)] if c is None else c for i, c in enumerate(listed)]
     path = "critics" if critics is not None else "critic_model_name"
     folders = folders_of(listed, [path] * len(roles), [r.replace(".", "_") for r in roles], place)
-    return CriticSources(folders, _tokenizer(folders[0], setup))
+    if args.rl_algorithm == "iac":
+        _check_room(args, setup, folders, path)
+    tokenizer = _tokenizer(folders[0], setup)
+    form = critic_text if args.critic_type == "q" else prompts_text
+    return CriticSources(folders, JointText(tokenizer, longest_text(tokenizer, folders[0]), form))
+
+
+def _check_room(args: MARLHFConfig, setup: TeamSetup, folders: Sequence[str], path: str) -> None:
+    """What an agent's own critic reads is never cut, as the agent's own prompts are not."""
+    for i, folder in enumerate(folders):
+        longest = setup.prompt_limits[i] + (args.token_limits[i] if args.critic_type == "q" else 0)
+        if (room := model_limits(folder)[0]) < longest:
+            message = f"{folder!r} takes {room} tokens, and agent {i} may give it {longest} (rollout.max_model_len)"
+            raise ConfigError(Problem(path, message))
 
 
 def _tokenizer(folder: str, setup: TeamSetup) -> Any:
     from comlrl_ds.engines.loading import load_tokenizer
 
     return setup.team.tokenizers[0] if folder == setup.sources[0] else load_tokenizer(folder, "critic_model_name")
+
+
+def own_row(sampled: SampledItem, agent: int, g: int, critic_type: str) -> tuple[int, ...]:
+    """What an agent's own critic reads of a response: the agent's prompt (v), or its completion after it (q)."""
+    prompt = tuple(sampled.joint.prompts[agent].ids)
+    return prompt + tuple(sampled.completions[agent][g].ids) if critic_type == "q" else prompt
+
+
+class ValueHeads:
+    """Values of sampled responses by heads on the actors, which learn them in the actors' own steps."""
+
+    def __init__(self, args: MARLHFConfig, session: Session) -> None:
+        self._args, self._session = args, session
+
+    def values(self, sampled: Sequence[SampledItem]) -> Tensor:
+        """[agents, tasks, G]; a v-head values each task once."""
+        G, kind = self._args.num_generations, self._args.critic_type
+        found = []
+        for agent, role in enumerate(self._session.actors):
+            rows = [own_row(s, agent, g, kind) for s in sampled for g in (range(G) if kind == "q" else range(1))]
+            learner = ScalarLearner(self._session.cluster, role, self._args.max_tokens_per_micro_batch, PolicyEngine)
+            found.append(torch.tensor(learner.values(rows), dtype=torch.float64).view(len(sampled), -1).expand(-1, G))
+        return torch.stack(found)
 
 
 class Critics:
@@ -78,10 +114,14 @@ class Critics:
 
     def __init__(self, sources: CriticSources, args: MARLHFConfig, session: Session, seed: int) -> None:
         self._sources, self._args, self._session, self._seed = sources, args, session, seed
-        self.roles = critic_roles(args)
+        self.roles = args.critic_roles
 
-    def start(self) -> None:
-        """Loads them, unless they are: they learn over all rounds."""
+    def start(self, total_steps: int) -> None:
+        """Loads them, unless they are: they learn over all rounds.
+
+        Args:
+            total_steps: of their learning-rate schedule, where the DeepSpeed file has one.
+        """
         from comlrl_ds.engines.build import build_scalar
 
         args, session = self._args, self._session
@@ -97,6 +137,7 @@ class Critics:
         }  # fmt: skip
         if builds:
             session.start(builds)
+            session.cluster.run({role: call(ScalarEngine.start_schedule, total_steps) for role in builds})
 
     def values(self, sampled: Sequence[SampledItem]) -> Tensor:
         """[critics, tasks, G]; a v-critic values each task once."""
@@ -126,15 +167,17 @@ class Critics:
         targets = {role: folder / role.replace(".", "_") for role in self.roles if role in session.others}
         session.cluster.run({role: call(ScalarEngine.save_pretrained, target) for role, target in targets.items()})
         for target in targets.values():
-            self._sources.tokenizer.save_pretrained(target)
+            self._sources.text.tokenizer.save_pretrained(target)
 
     def _fit(self, role: str) -> ValueFit:
         return ValueFit(self._session.cluster, role, self._args.max_tokens_per_micro_batch)
 
     def _row(self, critic: int, sampled: SampledItem, g: int) -> tuple[int, ...]:
-        q = self._args.critic_type == "q"
         if self._args.rl_algorithm == "iac":
-            return sampled.joint.prompts[critic].ids + (tuple(sampled.completions[critic][g].ids) if q else ())
-        prompts = [p.text for p in sampled.joint.prompts]
-        text = critic_text(prompts, [row[g] for row in sampled.written] if q else None)
-        return tuple(self._sources.tokenizer(text)["input_ids"])
+            return own_row(sampled, critic, g, self._args.critic_type)
+        return self._sources.text.ids([p.text for p in sampled.joint.prompts], [row[g] for row in sampled.written])
+
+    @property
+    def cut_texts(self) -> int:
+        """Texts of the central critic that were too long for it, each time that they were read."""
+        return self._sources.text.cut

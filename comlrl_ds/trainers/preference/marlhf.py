@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,19 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from comlrl_ds.cluster import call
-from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
+from comlrl_ds.engines.heads import ValueHead
 from comlrl_ds.learners.madpo import NonFiniteError
-from comlrl_ds.learners.policy_gradient import GradientReport, PolicyGradientLearner, Samples
+from comlrl_ds.learners.policy_gradient import PolicyGradientLearner, Samples, ValueTargets
 from comlrl_ds.maths.advantages import advantages, normalized
-from comlrl_ds.maths.seeds import generator_of
+from comlrl_ds.maths.seeds import generator_of, seed_of
 from comlrl_ds.preference.collection import SampledItem, Side
 from comlrl_ds.preference.journal import Journal, Known, read_journal
 from comlrl_ds.preference.oracle import MISSING, Score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.trainers.preference.conducted import conducted
-from comlrl_ds.trainers.preference.critics import Critics, critic_roles, read_critic_sources
+from comlrl_ds.trainers.preference.critics import Critics, ValueHeads, read_critic_sources
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.madpo_iter import MADPOIterTrainer
 from comlrl_ds.trainers.preference.references import References, reference_role
@@ -48,13 +49,14 @@ class RewardAndPolicyLearning(Base):
         critics: Sequence[Any] | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
         self._critic_model, self._critic_list, self._metrics_callback = critic_model, critics, metrics_callback
+        self._total_updates = 0
         super().__init__(*arguments, **keywords)
 
     # --- set-up
     def _other_roles(self) -> Rates:
         args = self.args
         roles = {REWARD_ROLE: (args.reward_train_batch_size, args.reward_learning_rate)}
-        roles |= dict.fromkeys(critic_roles(args), (args.batch_size, args.critic_rate))
+        roles |= dict.fromkeys(args.critic_roles, (args.batch_size, args.critic_rate))
         if args.reference_kl_enabled:
             roles |= {reference_role(i): (1, args.agent_learning_rate) for i in range(args.num_actors)}
         return roles
@@ -62,21 +64,29 @@ class RewardAndPolicyLearning(Base):
     def _check_more(self, setup: TeamSetup) -> None:
         super()._check_more(setup)
         args = self.args
-        if args.rl_algorithm == "iac" and not args.use_separate_critic:
-            raise ConfigError(Problem("use_separate_critic", "False is not there yet; write true"))
-        if args.importance_correction != "none":
-            raise ConfigError(Problem("importance_correction", f"{args.importance_correction!r} is not there yet; write none"))
         is_object = setup.sources[0].startswith(str(self.run_dir.sources))
         self._reward_source = read_reward_source(args, setup, is_object)
         self._critic_sources = read_critic_sources(
             args, setup, self._critic_model, self._critic_list, self.run_dir.sources, is_object
         )
 
+    def _value_heads(self) -> list[ValueHead]:
+        if not self.args.value_heads:
+            return []
+        width = self.args.value_head_hidden_dim
+        return [ValueHead(seed_of(self.seed, "value_head", i), width) for i in range(self.args.num_actors)]
+
     def _start_others(self, roles: list[str]) -> None:
         if REWARD_ROLE in roles:
-            self._rewards().start()
-        if set(roles) & set(critic_roles(self.args)):
+            rewards = self._rewards()
+            rewards.start()
+            rewards.start_schedule(1)  # it has been fitted; the checkpoint says how far
+        if set(roles) & set(self.args.critic_roles):
             self._critics()
+
+    def _start_schedules(self, total: int) -> None:
+        self._total_updates = total
+        super()._start_schedules(total)
 
     def _rewards(self) -> RewardLearner:
         return RewardLearner(self._reward_source, self.args, self.session, self.reporter, self.seed)
@@ -103,6 +113,7 @@ class RewardAndPolicyLearning(Base):
             rewards.fit(pairs, progress.round)
             progress.fitted = True
             self._save_now(progress)
+        self.session.rest(REWARD_ROLE)
         known = read_journal(self.run_dir.journal(progress.round))
         with (
             Journal(self.run_dir.journal(progress.round)) as journal,
@@ -128,8 +139,9 @@ class RewardAndPolicyLearning(Base):
         """One rollout buffer: sample, score, compare, step. Returns the mean learned reward."""
         args, team, count = self.args, self.setup.team, self.args.num_generations
         side = Side(team, self.session.policies(), prompts, count, f"policy.{progress.epoch}")
+        sampling = replace(self._train_sampling, logprobs=True)
         sampled = self._sampler().sample_sides(
-            [side], self._train_sampling, round=progress.round, journal=journal, known=known, scored=False
+            [side], sampling, round=progress.round, journal=journal, known=known, scored=False
         )[0]
         self.reporter.syncs(self.session.syncs)
         self.session.to_training()
@@ -142,7 +154,8 @@ class RewardAndPolicyLearning(Base):
         if args.reinforce:
             gained = self._beyond_the_baseline(signals)
         else:
-            values = self._critics().values(sampled)
+            valued = ValueHeads(args, self.session) if args.value_heads else self._critics()
+            values = valued.values(sampled)
             gained = signals - values
             gained = torch.stack([normalized(a, "all") for a in gained]) if args.normalizes else gained
         self._call_back(sampled, learned)
@@ -151,7 +164,7 @@ class RewardAndPolicyLearning(Base):
         if args.reinforce:
             self._step_by_task(sampled, gained, generator)
         else:
-            self._step_by_sample(sampled, gained, signals, generator)
+            self._step_by_sample(sampled, gained, signals, values, generator)
         return float(learned.mean())
 
     def _beyond_the_baseline(self, signals: torch.Tensor) -> torch.Tensor:
@@ -163,7 +176,7 @@ class RewardAndPolicyLearning(Base):
 
     def _step_by_task(self, sampled: Sequence[SampledItem], gained: torch.Tensor, generator: Random) -> None:
         """Steps on `train_batch_size` tasks each, all their responses together."""
-        batch = [Samples([p.ids for p in s.joint.prompts], [[c.ids for c in row] for row in s.completions]) for s in sampled]
+        batch = [_samples(s, range(self.args.num_generations)) for s in sampled]
         order = list(range(len(batch)))
         generator.shuffle(order)
         for start in range(0, len(order), self.args.batch_size):
@@ -172,31 +185,46 @@ class RewardAndPolicyLearning(Base):
             self._policy_step([batch[k] for k in numbers], worth, [sampled[k] for k in numbers])
 
     def _step_by_sample(
-        self, sampled: Sequence[SampledItem], gained: torch.Tensor, signals: torch.Tensor, generator: Random
-    ) -> None:
-        """Steps on `train_batch_size` responses each: the actors, then the critics on the same."""
+        self, sampled: Sequence[SampledItem], gained: torch.Tensor, signals: torch.Tensor, values: torch.Tensor,
+        generator: Random,
+    ) -> None:  # fmt: skip
+        """Steps on `train_batch_size` responses each: the actors, then the critics on the same. Value heads learn with their
+        actors.
+        """
+        args = self.args
         order = [(k, g) for k in range(len(sampled)) for g in range(self.args.num_generations)]
         generator.shuffle(order)
-        critics = self._critics()
         for start in range(0, len(order), self.args.batch_size):
             chosen = order[start : start + self.args.batch_size]
-            batch = [
-                Samples([p.ids for p in sampled[k].joint.prompts], [[row[g].ids] for row in sampled[k].completions])
-                for k, g in chosen
-            ]
+            batch = [_samples(sampled[k], [g]) for k, g in chosen]
             worth = [[[a] for a in gained[:, k, g].tolist()] for k, g in chosen]
-            self._policy_step(batch, worth, [sampled[k] for k, _ in chosen])
-            targets = torch.stack([signals[:, k, g] for k, g in chosen], 1)
-            self.reporter.critic_steps(critics.step([(sampled[k], g) for k, g in chosen], targets))
+            tasks = [sampled[k] for k, _ in chosen]
+            targets, old = (torch.stack([x[:, k, g] for k, g in chosen], 1) for x in (signals, values))
+            if args.value_heads:
+                wanted = ValueTargets(targets[..., None], old[..., None], args.value_clip_range, args.value_loss_coef)
+                self._policy_step(batch, worth, tasks, wanted)
+            else:
+                skipped = self._policy_step(batch, worth, tasks)
+                critics = self._critics()
+                steps = critics.step([(sampled[k], g) for k, g in chosen], targets)
+                self.reporter.critic_steps(steps, critics.cut_texts, skipped)
+                for role, step in zip(critics.roles, steps):
+                    if step.skipped and not skipped:
+                        self._stop_if_hopeless(f"update {self.reporter.updates}: a number of {role} is not finite", tasks)
 
     def _policy_step(
-        self, batch: Sequence[Samples], worth: Sequence[Sequence[Sequence[float]]], tasks: Sequence[SampledItem]
-    ) -> None:
-        report = self._policy_learner().step(batch, worth)
+        self, batch: Sequence[Samples], worth: Sequence[Sequence[Sequence[float]]], tasks: Sequence[SampledItem],
+        values: ValueTargets | None = None,
+    ) -> bool:  # fmt: skip
+        """One step of the actors; whether it was skipped."""
+        report = self._policy_learner().step(batch, worth, values)
         self.session.steps += not report.skipped
         self.reporter.policy_step(report)
-        if report.skipped:
-            self._stop_if_hopeless(report, tasks)
+        if report.culprit:
+            agent, k = report.culprit
+            what = f"update {self.reporter.updates} skipped on every agent: a number of agent {agent} is not finite"
+            self._stop_if_hopeless(what, tasks if k is None else [tasks[k]])
+        return report.skipped
 
     def _call_back(self, sampled: Sequence[SampledItem], learned: torch.Tensor) -> None:
         """Hands every response to `metrics_callback`, whose numbers are logged under rl/callback/."""
@@ -212,7 +240,7 @@ class RewardAndPolicyLearning(Base):
     def _critics(self) -> Critics:
         assert self._critic_sources
         critics = Critics(self._critic_sources, self.args, self.session, self.seed)
-        critics.start()
+        critics.start(self._total_updates)
         return critics
 
     def _policy_learner(self) -> PolicyGradientLearner:
@@ -221,18 +249,15 @@ class RewardAndPolicyLearning(Base):
             frozen = frozenset(i for i in range(args.num_actors) if not args.learns(i))
             session.learner = PolicyGradientLearner(
                 self.cluster, session.actors, max_tokens=args.max_tokens_per_micro_batch, max_pairs=session.max_pairs,
-                frozen=frozen,
+                frozen=frozen, critic_type=args.critic_type if args.value_heads else None,
+                importance_clip=None if args.importance_correction == "none" else args.importance_clip,
             )  # fmt: skip
         return session.learner
 
-    def _stop_if_hopeless(self, report: GradientReport, tasks: Sequence[SampledItem]) -> None:
-        assert report.culprit
-        agent, k = report.culprit
-        named = [tasks[k].joint.index] if k is not None else [s.joint.index for s in tasks]
-        message = (
-            f"update {self.reporter.updates} skipped on every agent: a number of agent {agent} is not finite"
-            f" (task {', '.join(map(str, named))})"
-        )
+    def _stop_if_hopeless(self, what: str, tasks: Sequence[SampledItem]) -> None:
+        """Says what was not finite, and on which tasks; ends the run where it was so too often."""
+        named = dict.fromkeys(s.joint.index for s in tasks)
+        message = f"{what} (task {', '.join(map(str, named))})"
         self.display.say(message)
         if self.reporter.nonfinite_steps >= self.args.max_nonfinite_steps:
             raise NonFiniteError(f"{message}; that is step {self.reporter.nonfinite_steps} of max_nonfinite_steps")
@@ -253,11 +278,21 @@ class RewardAndPolicyLearning(Base):
 
         if REWARD_ROLE not in self.session.others:
             return
-        if not self.args.reinforce:
+        if self.args.critic_roles:
             self._critics().save(Path(folder).absolute())
         target = Path(folder).absolute() / REWARD_ROLE
         self.cluster.run({REWARD_ROLE: call(ScalarEngine.save_pretrained, target)})
         self._reward_source.text.tokenizer.save_pretrained(target)
+
+
+def _samples(sampled: SampledItem, chosen: Sequence[int]) -> Samples:
+    """Some of the candidates of a task, with the engine's log-probs where it gave them."""
+    rows = [[row[g] for g in chosen] for row in sampled.completions]
+    known = all(len(c.logprobs) == len(c.ids) for row in rows for c in row)
+    return Samples(
+        [p.ids for p in sampled.joint.prompts], [[c.ids for c in row] for row in rows],
+        [[c.logprobs for c in row] for row in rows] if known else (),
+    )  # fmt: skip
 
 
 def _prompts(sampled: SampledItem) -> list[str]:

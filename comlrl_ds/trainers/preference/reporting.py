@@ -151,8 +151,10 @@ class Reporter:
                 agent_metric("rl/loss", i): report.losses[i], agent_metric("rl/logprob", i): report.logprobs[i],
                 agent_metric("train/grad_norm", i): report.grad_norms[i],
                 agent_metric("train/lr", i): report.learning_rates[i],
-                agent_metric("train/busy_s", i): busy(report.spans[i]),
+                agent_metric("train/busy_s", i): busy(report.spans[i]), agent_metric("rl/logprob_gap", i): report.gaps[i],
             }  # fmt: skip
+        for i, (loss, mean) in enumerate(zip(report.value_losses, report.values)):
+            values |= {agent_metric("value/loss", i): loss, agent_metric("value/mean", i): mean}
         self.log(values)
         if self.env_step - self._shown >= self._args.logging_steps or not self._shown:
             self._shown = self.env_step
@@ -161,17 +163,21 @@ class Reporter:
                 f"update {self.updates}: learned reward {self._buffer['turn_1/reward_mean']:.3f}, {report.seconds:.1f} s"
             )
 
-    def critic_steps(self, steps: Sequence[ScalarStep]) -> None:
-        """Finished steps of the critics, one each."""
-        values: dict[str, float] = {}
+    def critic_steps(self, steps: Sequence[ScalarStep], cut_texts: int, counted: bool) -> None:
+        """Finished steps of the critics, one each, and texts that were cut for them so far.
+
+        Args:
+            counted: the actors' step with it was skipped, too, and is counted.
+        """
+        values: dict[str, float] = {"value/cut_texts": cut_texts}
         for k, step in enumerate(steps):
             values |= {
                 agent_metric("value/loss", k): step.loss,
                 agent_metric("value/mean", k): math.fsum(step.values) / len(step.values),
                 agent_metric("value/grad_norm", k): step.grad_norm,
             }  # fmt: skip
-            self.nonfinite_steps += step.skipped
-        self.log(values)
+        self.nonfinite_steps += not counted and any(step.skipped for step in steps)
+        self.log(values | {"train/nonfinite_steps": self.nonfinite_steps})
 
     def say(self, text: str) -> None:
         self._display.say(text)

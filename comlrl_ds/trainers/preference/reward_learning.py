@@ -6,15 +6,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.learners.madpo import NonFiniteError
 from comlrl_ds.learners.scalar import RewardFit, ScalarStep
 from comlrl_ds.maths.seeds import generator_of, seed_of
 from comlrl_ds.preference.joint_text import JointText
 from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.rollout.start import model_limits
 from comlrl_ds.trainers.preference.reporting import Reporter
 from comlrl_ds.trainers.preference.session import Session
 from comlrl_ds.trainers.preference.team import TeamSetup
@@ -50,8 +53,15 @@ def read_reward_source(args: MARLHFConfig, setup: TeamSetup, is_object: bool) ->
     if args.reward_model_name is not None:
         folder = local_folder(args.reward_model_name, where)
     tokenizer = load_tokenizer(folder, where) if args.reward_model_name is not None else setup.team.tokenizers[0]
-    limit = args.reward_max_length or getattr(tokenizer, "model_max_length", None)
-    return RewardSource(folder, JointText(tokenizer, limit if limit and limit < NO_LIMIT else None))
+    longest = longest_text(tokenizer, folder)
+    return RewardSource(folder, JointText(tokenizer, min(longest, args.reward_max_length or longest)))
+
+
+def longest_text(tokenizer: Any, folder: str) -> int:
+    """Tokens that a model takes at once, as its tokenizer and its positions say."""
+    limit = getattr(tokenizer, "model_max_length", None)
+    positions = model_limits(folder)[0]
+    return min(positions, limit) if limit and limit < NO_LIMIT else positions
 
 
 class RewardLearner:
@@ -76,11 +86,16 @@ class RewardLearner:
         )  # fmt: skip
         session.start({REWARD_ROLE: build})
 
+    def start_schedule(self, steps: int) -> None:
+        """The learning rate's, where the DeepSpeed file has one."""
+        self._session.cluster.run({REWARD_ROLE: call(ScalarEngine.start_schedule, steps)})
+
     def fit(self, pairs: Sequence[PreferencePair], round: int) -> None:
         """`reward_num_train_epochs` passes over the pairs in seeded order; those of held-out tasks only measure it."""
         args, fit, started = self._args, self._fit, time.perf_counter()
         train, held_out = split_by_task(pairs, args.reward_eval_fraction, self._seed, round)
         rows = [self._rows(p) for p in train]
+        self.start_schedule(args.reward_num_train_epochs * math.ceil(len(rows) / args.reward_train_batch_size))
         steps: list[ScalarStep] = []
         skipped = 0
         for epoch in range(args.reward_num_train_epochs):

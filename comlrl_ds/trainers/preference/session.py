@@ -21,6 +21,7 @@ from comlrl_ds.rollout.start import Engines
 
 if TYPE_CHECKING:
     from comlrl_ds.engines.ds_config import EnginePlan
+    from comlrl_ds.engines.heads import ValueHead
     from comlrl_ds.rollout.pool import RolloutPool
 
 
@@ -75,12 +76,13 @@ class Session:
 
     Args:
         sources: model folder of each actor. comparators: of each comparator with a model of its own.
-        swaps: whether engines will be given weights from disk.
+        swaps: whether engines will be given weights from disk. value_heads: of each actor; empty: they have none.
     """
 
     def __init__(
         self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
         args: MADPOConfig, rollout: RolloutConfig, log: Path | None, comparators: Sequence[str] = (), swaps: bool = False,
+        value_heads: Sequence[ValueHead] = (),
     ) -> None:  # fmt: skip
         self.cluster = cluster
         if cluster.tenant is not None:
@@ -95,8 +97,10 @@ class Session:
             rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
             comparators=comparators, swaps=swaps,
         )  # fmt: skip
+        self._value_heads = list(value_heads)
         self._started = False
-        self._away = False
+        self._away: set[str] = set()  # engines whose optimizer states are on the host
+        self._resting: set[str] = set()
         self.steps = 0
         self.learner: Any = None
         self._others: list[str] = []
@@ -136,6 +140,8 @@ class Session:
         if loaded:
             self.cluster.drop(loaded)
             self._others = [role for role in self._others if role not in loaded]
+            self._away -= set(loaded)
+            self._resting -= set(loaded)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -157,7 +163,7 @@ class Session:
             builds[actor_role(i)] = call(
                 build_policy, source, self._plans[actor_role(i)], attn_implementation=self._settings.attn_implementation,
                 dropout=not args.disable_dropout, checkpointing=args.gradient_checkpointing, layout=args.row_layout,
-                chunk=args.logprob_chunk,
+                chunk=args.logprob_chunk, value_head=self._value_heads[i] if self._value_heads else None,
             )  # fmt: skip
         self.cluster.join_groups(self._settings.device)
         self.cluster.create(builds)
@@ -165,23 +171,34 @@ class Session:
 
     def pool(self) -> RolloutPool:
         """The rollout engines, ready to generate."""
-        from comlrl_ds.engines.engine import PolicyEngine
-
         pool = self._engines.pool(lambda policy, engine, report: self.syncs.append(report))
-        if self._engines.share_devices and self._started and not self._away:
-            self.cluster.run({role: call(PolicyEngine.put_away) for role in self.actors})
-            self._away = True
+        if self._engines.share_devices and self._started:
+            self._put_away(self.engines)
         self._engines.wake()
         return pool
 
     def to_training(self) -> None:
-        """Makes room for the actors where they share devices with rollout engines."""
-        from comlrl_ds.engines.engine import PolicyEngine
+        """Makes room for what learns where it shares devices with rollout engines."""
+        from comlrl_ds.engines.base import ZeroEngine
 
         self._engines.sleep()
-        if self._away:
-            self.cluster.run({role: call(PolicyEngine.take_back) for role in self.actors})
-            self._away = False
+        back = [role for role in self.engines if role in self._away - self._resting] if self._away else []
+        if back:
+            self.cluster.run({role: call(ZeroEngine.take_back) for role in back})
+            self._away -= set(back)
+
+    def rest(self, role: str) -> None:
+        """This role's engine has learned what it had to: on a GPU its optimizer states wait on the host from now on."""
+        self._resting.add(role)
+        if self._settings.device != "cpu":
+            self._put_away([role])
+
+    def _put_away(self, roles: Sequence[str]) -> None:
+        from comlrl_ds.engines.base import ZeroEngine
+
+        if going := [role for role in roles if role not in self._away]:
+            self.cluster.run({role: call(ZeroEngine.put_away) for role in going})
+            self._away |= set(going)
 
     def policies(self) -> dict[str, PolicyWeights]:
         """Every agent's current weights: an actor's once it has learned, those on disk before."""
