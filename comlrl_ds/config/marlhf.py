@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from comlrl_ds.config.errors import Problem
 from comlrl_ds.config.iterative import MADPOIterConfig
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig, Positive, lowered
 
 AdvantageMode = Literal["mean", "raw", "max", "rloo"]
@@ -34,6 +35,7 @@ class MARLHFConfig(MADPOConfig):
         None, description="Longest joint text in tokens; None: what the reward model takes."
     )
     reward_freeze_backbone: bool = Field(False, description="Train only the scalar head of the reward model.")
+    reward_lora: LoraSettings | None = Field(None, description="An adapter learns in place of the backbone (addition).")
     reward_eval_fraction: float = Field(
         0.1, ge=0, lt=1, description="Share of the tasks whose pairs only measure the reward fit; 0 holds none out (addition)."
     )
@@ -79,6 +81,7 @@ class MARLHFConfig(MADPOConfig):
     critic_value_head_hidden_dim: Positive | None = Field(
         None, description="Width of a hidden layer in the critics' value heads; None: none."
     )
+    critic_lora: LoraSettings | None = Field(None, description="Adapters learn in place of critics' backbones (addition).")
     value_head_hidden_dim: Positive | None = Field(None, description="The same for value heads on actors.")
 
     # --- settings of MADPO's loss
@@ -107,6 +110,10 @@ class MARLHFConfig(MADPOConfig):
         if self.reinforce and self.num_generations < 2:
             message = f"{self.num_generations}: {self.rl_algorithm} compares the responses to a task; write at least 2"
             problems.append(Problem("num_generations", message))
+        if self.reward_freeze_backbone and self.reward_lora:
+            problems.append(
+                Problem("reward_lora", "given, but reward_freeze_backbone trains the head alone; write one of the two")
+            )
         devices, actors = self.critic_devices, self.num_actors
         if isinstance(devices, list) and self.rl_algorithm == "maac" and len(devices) != 1:
             problems.append(Problem("critic_devices", f"a list of {len(devices)} for the one critic of maac; write one value"))

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.iterative import MADPOIterConfig
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.config.placement import PlacementConfig
@@ -27,7 +28,8 @@ TRAINERS: dict[str, type[MADPOConfig]] = {
 class AgentSection(Settings):
     """One agent."""
 
-    model: str = Field(description="A Hugging Face repository or a local folder in its layout.")
+    model: str = Field(description="A Hugging Face repository, or a local folder in its layout or in PEFT's.")
+    lora: LoraSettings | None = Field(None, description="An adapter that learns in place of the weights.")
 
 
 class TaskSection(Settings):

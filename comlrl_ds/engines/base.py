@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.boundary import StepBoundary
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
+from comlrl_ds.engines.lora import AdapterLayer, adapter_layers
+from comlrl_ds.rollout.adapters import wire
 
 GATHER_BYTES = 64 << 20
 
@@ -31,6 +33,7 @@ class ZeroEngine:
         self.name, self.plan, self._module, self._prefix = name, plan, module, prefix
         self.version = 0
         fill_hidden_size(plan.config, config.get_text_config().hidden_size)
+        self._adapter = adapter_layers(module, prefix)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer, from_file = build_optimizer(trained, plan)
         settings = plan.config | ({"optimizer": plan.optimizer} if from_file else {})
@@ -128,6 +131,9 @@ class ZeroEngine:
         if self.plan.stage == 3:
             # A forward without its backward leaves gathers in flight that DeepSpeed began for that backward.
             self._engine.optimizer.parameter_offload.partition_all_parameters()
+        if self._adapter:
+            yield from self._adapter_weights()
+            return
         group: list[tuple[str, Any]] = []
         size = 0
         for name, p in self._published():
@@ -137,6 +143,28 @@ class ZeroEngine:
                 yield from gathered(group, dtype)
                 group, size = [], 0
         yield from gathered(group, dtype)
+
+    def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter as it is sent (`rollout.adapters`), in fp32 whatever the compute type."""
+        group: list[AdapterLayer] = []
+        size = 0
+        for layer in self._adapter:
+            group.append(layer)
+            size += sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in (layer.a, layer.b))
+            if size >= GATHER_BYTES:
+                yield from _sent(group)
+                group, size = [], 0
+        yield from _sent(group)
+
+    @property
+    def learns_adapter(self) -> bool:
+        """Whether it is an adapter that learns, beside a base that stays."""
+        return bool(self._adapter)
+
+    def adapter_state(self) -> dict[str, Tensor]:
+        """The adapter by peft's names, whole, on the host; a collective."""
+        named = [(f"{x.name}.lora_{part}.weight", p) for x in self._adapter for part, p in (("A", x.a), ("B", x.b))]
+        return {name: tensor.to("cpu", copy=True) for name, tensor in gathered(named)} if named else {}
 
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """(Hugging Face name, whole shape) of what `named_weights` gives, in its order."""
@@ -157,6 +185,14 @@ def gathered(group: list[tuple[str, Any]], dtype: torch.dtype | None = None) -> 
     tick()
     with GatheredParameters(sharded):
         return [(n, p.detach().to(dtype or p.dtype, copy=True)) for n, p in group]
+
+
+def _sent(group: list[AdapterLayer]) -> Iterator[tuple[str, Tensor]]:
+    if not group:
+        return
+    whole = dict(gathered([(f"{x.name} {part}", p) for x in group for part, p in (("A", x.a), ("B", x.b))]))
+    for x in group:
+        yield from wire(x.name, whole[f"{x.name} A"], whole[f"{x.name} B"], x.scaling, x.transposed)
 
 
 def build_optimizer(parameters: Any, plan: EnginePlan) -> tuple[torch.optim.Optimizer | None, bool]:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import torch
 
 from comlrl_ds.cluster import Seat
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.frozen import FrozenEngine
 from comlrl_ds.engines.heads import ValueHead, make_head
 from comlrl_ds.engines.loading import load_backbone, load_causal_lm, local_folder
+from comlrl_ds.engines.lora import add_lora
 from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 
 
 def build_scalar(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
-    head_seed: int, kind: str, hidden_dim: int | None = None, freeze_backbone: bool = False,
+    head_seed: int, kind: str, hidden_dim: int | None = None, freeze_backbone: bool = False, lora: LoraSettings | None = None,
 ) -> ScalarEngine:  # fmt: skip
     """The engine of a reward model or critic, for `Cluster.create`; the head starts from its seed.
 
     Args:
-        source, plan, checkpointing: see `build_policy`. head_seed, kind, hidden_dim, freeze_backbone: see `ScalarModel`.
+        source, plan, checkpointing, lora: see `build_policy`. head_seed, kind, hidden_dim, freeze_backbone: see `ScalarModel`.
     """
     backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
+    if lora:
+        add_lora(backbone, lora, source=source, seed=head_seed, dropout=dropout)
     model = ScalarModel(backbone, head_seed=head_seed, kind=kind, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
     return ScalarEngine(seat.role, model, copy.deepcopy(plan))
 
@@ -39,7 +44,7 @@ def build_reference(seat: Seat, source: str, plan: EnginePlan, *, attn_implement
 
 def build_policy(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
-    layout: str, chunk: int, value_head: ValueHead | None = None,
+    layout: str, chunk: int, value_head: ValueHead | None = None, lora: LoraSettings | None = None, lora_seed: int = 0,
 ) -> PolicyEngine:  # fmt: skip
     """A policy's engine, for `Cluster.create`. At ZeRO-3 on several ranks no rank ever holds the whole model.
 
@@ -48,8 +53,12 @@ def build_policy(
         plan: from `plan_engine`, for the group's number of ranks.
         checkpointing: recompute activations in backward. layout, chunk: see `PolicyEngine`.
         value_head: beside the vocabulary's, of an actor that is its own critic.
+        lora: an adapter learns, its A from `lora_seed`, in place of the weights. Engines of this rank with the same base hold
+            that once, where they do not shard it.
     """
-    lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, dropout, checkpointing)
+    lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, dropout, checkpointing, shared=lora is not None)
+    if lora:
+        add_lora(lm, lora, source=source, seed=lora_seed, dropout=dropout)
     head = None
     if value_head:
         width = lm.config.get_text_config().hidden_size
@@ -60,9 +69,14 @@ def build_policy(
 
 
 def _loaded(
-    seat: Seat, load: Any, source: str, plan: EnginePlan, attention: str | None, dropout: bool, checkpointing: bool
-) -> Any:
-    """A transformers model, sharded from the first tensor on where the plan shards it over several ranks."""
+    seat: Seat, load: Any, source: str, plan: EnginePlan, attention: str | None, dropout: bool, checkpointing: bool,
+    shared: bool = False,
+) -> Any:  # fmt: skip
+    """A transformers model, sharded from the first tensor on where the plan shards it over several ranks.
+
+    Args:
+        shared: its weights are never changed, so that they may be those of a model that was loaded before.
+    """
     if seat.device == "cpu":
         from comlrl_ds.engines.hardware import keep_freed_memory
 
@@ -72,7 +86,24 @@ def _loaded(
     except ConfigError as error:
         raise ConfigError(Problem(f"{seat.role} on rank {seat.rank}", p.message) for p in error.problems) from None
     config = copy.deepcopy(plan.config) if plan.stage == 3 and seat.group_size > 1 else None
+    kind = (source, plan.dtype, attention, dropout, checkpointing)
+    if shared and plan.stage < 3 and kind in _BASES:
+        return _on(_BASES[kind])
     model = load(source, dtype=plan.dtype, attn_implementation=attention, dropout=dropout, zero3_config=config)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if shared and plan.stage < 3:
+        _BASES[kind] = model
+        model = _on(model)
+    return model
+
+
+# Bases of adapters that this process holds, for as long as some model is on them.
+_BASES: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def _on(base: Any) -> Any:
+    """A model of its own with the very parameters of another."""
+    model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
+    model.__dict__["base"] = base  # not as a module: it is no part of this one
     return model

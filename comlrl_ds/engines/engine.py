@@ -15,6 +15,7 @@ from comlrl_ds.engines.base import ZeroEngine, gathered
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.heads import save_head
+from comlrl_ds.engines.lora import anchored, save_adapter
 from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs, fit_to_model, inputs_of
 from comlrl_ds.maths.advantages import importance_weights
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
@@ -160,6 +161,11 @@ class PolicyEngine(ZeroEngine):
         """log p of every token of each completion; a collective of the group, whose ranks share the rows out."""
         return completion_logprobs(self._engine, self.scorer.chunk, rows, self.rank, self.world_size, self.device)
 
+    def anchor_logprobs(self, rows: Sequence[Completed]) -> list[list[float]]:
+        """The same by the policy as it was at first: with LoRA that is this model without what it has learned."""
+        with anchored(self.scorer):
+            return self.completion_logprobs(rows)
+
     # --- learning
     def backward(self, weights: Sequence[Sequence[float]], value_weights: Sequence[Sequence[float]] = ()) -> None:
         """Gradient of Σ weights · log-probs + Σ value_weights · values over the pairs that were scored last, added to the
@@ -196,7 +202,7 @@ class PolicyEngine(ZeroEngine):
         rank, and bytes of a graph per token.
         """
         # The first steps will still allocate fp32 gradients and two fp32 optimizer states.
-        elements = sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.parameters())
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in self.scorer.parameters() if p.requires_grad)
         missing = 0 if self.version else 12 * elements // self.world_size
         config = self.scorer.lm.config.get_text_config()
         # About 34 values per token, layer and hidden unit (Korthikanti et al., 2022).
@@ -211,9 +217,18 @@ class PolicyEngine(ZeroEngine):
 
     # --- weights
     def save_pretrained(self, folder: Path) -> None:
-        """Writes a Hugging Face folder (safetensors) in the compute type, a value head beside it; a collective."""
-        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
+        """Writes a Hugging Face folder (safetensors) in the compute type, with LoRA a PEFT folder, a value head beside it; a
+        collective.
+        """
         head = {} if self.scorer.value_head is None else dict(gathered(list(self.scorer.value_head.named_parameters())))
+        if self._adapter:
+            adapter = self.adapter_state()
+            if torch.distributed.get_rank() == 0:
+                save_adapter(self.scorer.lm.lora_config, adapter, folder)
+                if head:
+                    save_head(head, folder)
+            return
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
         if torch.distributed.get_rank() == 0:
             lm = self.scorer.lm
             if lm.config.tie_word_embeddings:

@@ -10,6 +10,7 @@ from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.references import is_path
+from comlrl_ds.rollout.adapters import CONFIG_FILE, base_of
 
 
 def local_folder(source: str, path: str) -> str:
@@ -35,6 +36,22 @@ def local_folder(source: str, path: str) -> str:
         first = str(error).strip().splitlines()[0]
         message = f"{source!r} is no folder here, and fetching it from the hub failed: {type(error).__name__}: {first}"
         raise ConfigError(Problem(path, message)) from None
+
+
+def adapted_base(folder: str, path: str) -> str:
+    """The local folder of the model that a PEFT folder is for.
+
+    Raises:
+        ConfigError: it does not say, or there is none.
+    """
+    base = base_of(folder)
+    if not base:
+        message = f"{folder!r} does not say which model it is for; set base_model_name_or_path in its {CONFIG_FILE}"
+        raise ConfigError(Problem(path, message))
+    try:
+        return local_folder(base, path)
+    except ConfigError as error:
+        raise ConfigError(Problem(path, f"the base of the adapter {folder!r}: {p.message}") for p in error.problems) from None
 
 
 def load_tokenizer(source: str, path: str) -> Any:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.engines.base import ZeroEngine
+from comlrl_ds.config.lora import LoraSettings
+from comlrl_ds.engines.base import ZeroEngine, gathered
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.heads import load_head, make_head, save_head
-from comlrl_ds.engines.loading import load_backbone
+from comlrl_ds.engines.loading import adapted_base, load_backbone
+from comlrl_ds.engines.lora import add_lora, save_adapter
 from comlrl_ds.maths.packing import share_out
+from comlrl_ds.rollout.adapters import is_adapter
 
 
 class ScalarModel(nn.Module):
@@ -66,7 +69,10 @@ class JointRewardModel(ScalarModel):
         Raises:
             ConfigError: the folder has no head.
         """
-        backbone = load_backbone(source, dtype=dtype, attn_implementation=attn_implementation, dropout=False)
+        base = adapted_base(source, "reward model") if is_adapter(source) else source
+        backbone = load_backbone(base, dtype=dtype, attn_implementation=attn_implementation, dropout=False)
+        if base != source:
+            add_lora(backbone, LoraSettings(adapter=source), source=base, seed=0, dropout=False)
         model = cls(backbone, head_seed=0)
         load_head(Path(source), model.head)
         return model
@@ -129,7 +135,15 @@ class ScalarEngine(ZeroEngine):
         self._graph = None
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the backbone as a Hugging Face folder with its head beside it; a collective."""
+        """Writes the backbone as a Hugging Face folder, with LoRA as a PEFT folder, and its head beside it; a collective."""
+        if self.learns_adapter:
+            adapter, head = self.adapter_state(), dict(gathered(list(self.model.head.named_parameters())))
+            if torch.distributed.get_rank() == 0:
+                save_adapter(
+                    self.model.backbone.lora_config, {n.removeprefix("backbone."): t for n, t in adapter.items()}, folder
+                )
+                save_head(head, folder)
+            return
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
         if torch.distributed.get_rank() == 0:
             parts = {

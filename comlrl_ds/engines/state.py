@@ -1,4 +1,6 @@
-"""An engine's whole state on disk: weights, masters, optimizer, schedule. Written and read by all ranks of its group."""
+"""An engine's whole state on disk: weights, masters, optimizer, schedule; with LoRA without the base. Written and read by all
+ranks of its group.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def save_state(engine: ZeroEngine, folder: str) -> dict[str, tuple[int, str]]:
     """
     # Own entries under one key: DeepSpeed puts a dozen of its own beside them.
     engine.deepspeed.save_checkpoint(
-        folder, tag=engine.name, client_state={"comlrl_ds": {"version": engine.version}}, save_latest=False
-    )
+        folder, tag=engine.name, client_state={"comlrl_ds": {"version": engine.version}}, save_latest=False,
+        exclude_frozen_parameters=engine.learns_adapter,
+    )  # fmt: skip
     tick()
     torch.distributed.barrier()
     files = hashed(Path(folder), engine.name) if engine.rank == 0 else {}
@@ -37,7 +40,9 @@ def load_state(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
     if engine.rank == 0:
         check_hashes(checkpoint, engine.name)
     torch.distributed.barrier()
-    path, client = engine.deepspeed.load_checkpoint(str(checkpoint.folder), tag=engine.name)
+    path, client = engine.deepspeed.load_checkpoint(
+        str(checkpoint.folder), tag=engine.name, load_module_strict=not engine.learns_adapter
+    )
     if path is None:
         raise FileNotFoundError(f"{checkpoint.folder} has no state of {engine.name}")
     engine.version = client["comlrl_ds"]["version"]

@@ -72,7 +72,8 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     machine = found.of(partial(_machine, slots or [], hostfile is not None, devices))
     roles = needed_roles(run_file.trainer, team)
     if isinstance(args, MARLHFConfig):
-        roles += [f"reference.{i}" for i in range(team)] if args.reference_kl_enabled else []
+        full = [i for i, agent in enumerate(run_file.agents) if agent.lora is None]
+        roles += [f"reference.{i}" for i in full] if args.reference_kl_enabled else []
         roles += args.critic_roles
     layout = None
     # Without ranks or devices every role would be wrong, and none by the user's mistake.

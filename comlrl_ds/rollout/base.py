@@ -73,6 +73,7 @@ class PolicyWeights:
         tensors: a fresh pass over (name, tensor) in Hugging Face names, in this process; None means the weights on disk at
             `source`, unless there is a role.
         role: of the live actor whose weights they are; its ranks send them.
+        base: folder of the model that the tensors are an adapter of, in the form of `rollout.adapters`; None: whole weights.
     """
 
     name: str
@@ -80,6 +81,7 @@ class PolicyWeights:
     source: str
     tensors: Callable[[], Iterable[tuple[str, Tensor]]] | None = field(default=None, repr=False)
     role: str | None = None
+    base: str | None = None
 
 
 class RolloutEngine(ABC):

@@ -25,6 +25,22 @@ def shape_of(source: str) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+def mark_of(source: str) -> str:
+    """A hash of a folder's safetensors files: their names, sizes and heads, and 64 KiB at 64 places of each.
+
+    Not of every byte: a base of 140 GB would take minutes, and a training step changes weights everywhere.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(Path(source).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for place in range(64):
+                opened.seek(size * place // 64)
+                digest.update(opened.read(1 << 16))
+    return digest.hexdigest()
+
+
 class DiskTensors:
     """A folder's tensors by name, each read when it is asked for."""
 

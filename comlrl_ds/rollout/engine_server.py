@@ -128,6 +128,8 @@ class TransformersServer:
         self.rollout = TransformersRollout(llm["model"], dtype=getattr(torch, llm["dtype"]), device=llm["device"])
         self.probe_rows: list[list[int]] = settings["probe"]
         self.loaded: set[str] = set()
+        self.adapter: dict[str, Any] = {}
+        self.base = ""
 
     def ready(self, say: Callable[[Any], None]) -> dict[str, Any]:
         return {"pid": os.getpid(), "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
@@ -145,16 +147,23 @@ class TransformersServer:
         return self.rollout.prompt_logprobs(rows)
 
     def start_weight_update(self, say: Callable[[Any], None]) -> None:
-        self.loaded = set()
+        self.loaded, self.adapter = set(), {}
 
     def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
         from comlrl_ds.rollout.chunks import opened, view
 
         with opened(update_info) as buffer:
+            if update_info.get("base"):
+                self.base = update_info["base"]
+                self.adapter |= {name: view(buffer, *rest).clone() for name, *rest in update_info["tensors"]}
+                del buffer
+                return
             self.loaded |= self.rollout.load((name, view(buffer, *rest)) for name, *rest in update_info["tensors"])
             del buffer
 
     def finish_weight_update(self, say: Callable[[Any], None], version: str) -> dict[str, Any]:
+        if self.adapter:
+            self.loaded |= self.rollout.load_merged(self.base, self.adapter)
         self.rollout.check_all_loaded(self.loaded)
         return {"version": version, "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
 

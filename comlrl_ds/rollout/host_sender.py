@@ -53,7 +53,7 @@ class HostSender:
             RolloutError: an empty tensor; other names or shapes than in the sync before; another version reported.
         """
         self.outbox = self.outbox or Outbox()
-        return send_to_all([self], policy.name, policy.key, stream(policy), self.outbox)[0]
+        return send_to_all([self], policy.name, policy.key, stream(policy), self.outbox, policy.base)[0]
 
     def changed_share(self) -> float:
         """Share of tensors that the last sync changed, against the one before it or, for the first, the weights on disk."""
@@ -66,7 +66,9 @@ class HostSender:
 
 def changed_share(before: Manifest | None, after: Manifest, source: str) -> float:
     """Share of tensors whose bits differ between two manifests; no earlier one stands for the weights at `source`."""
-    if not before:
+    if _is_adapter(after) and not (before and _is_adapter(before)):
+        return 1.0  # of layers that had other weights than the base's with this adapter
+    if not before or _is_adapter(before):
         import torch
 
         from comlrl_ds.rollout.disk import tensors_on_disk
@@ -77,12 +79,18 @@ def changed_share(before: Manifest | None, after: Manifest, source: str) -> floa
 
 
 def send_to_all(
-    senders: Sequence[HostSender], name: str, key: str, tensors: Iterable[tuple[str, Tensor]], outbox: Outbox
+    senders: Sequence[HostSender],
+    name: str,
+    key: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    outbox: Outbox,
+    base: str | None = None,
 ) -> list[tuple[SyncReport, list[list[float]]]]:
     """One pass over a policy's tensors, each chunk to every engine at the same time.
 
     Args:
         name: of the policy, for messages. key: the version that the engines shall report.
+        base: of an adapter, which the engines add to it; None for whole weights.
     """
     started = time.perf_counter()
     manifest: Manifest = {}
@@ -95,7 +103,8 @@ def send_to_all(
 
         def flush() -> None:
             described = outbox.fill(chunk)
-            every(lambda s: s.client.update_weights({**outbox.place(s.far is not None, s.far or ""), "tensors": described}))
+            more = {"tensors": described} | ({"base": base} if base else {})
+            every(lambda s: s.client.update_weights(outbox.place(s.far is not None, s.far or "") | more))
 
         every(lambda s: s.client.start_weight_update())
         limit = min(s.chunk_bytes for s in senders)
@@ -125,11 +134,17 @@ def send_to_all(
 def _check_names(policy: str, before: Manifest | None, now: Manifest) -> None:
     if not now:
         raise RolloutError(f"weight sync of {policy}: no tensors")
+    if before and (_is_adapter(before) or _is_adapter(now)):
+        return  # adapters of two agents need not have the same layers, and the engine knows which there are
     for name in sorted(before.keys() | now.keys()) if before else ():
         old, new = (tuple(m[name][0]) if name in m else None for m in (before or {}, now))
         if old != new:
             was, is_now = ("absent" if old is None else old), ("missing" if new is None else new)
             raise RolloutError(f"weight sync of {policy}: {name} was {was} in the sync before, now {is_now}")
+
+
+def _is_adapter(manifest: Manifest) -> bool:
+    return next(iter(manifest)).endswith((".lora_A", ".lora_B"))
 
 
 def stream(policy: PolicyWeights) -> Iterable[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader import reload as layerwise
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
+from comlrl_ds.rollout.adapters import merged
 from comlrl_ds.rollout.chunks import opened, view
 
 
@@ -22,13 +23,14 @@ class HostInit(WeightTransferInitInfo):
 
 @dataclass
 class HostUpdate(WeightTransferUpdateInfo):
-    """A chunk: where it is (`Outbox.place`), and [name, dtype, shape, byte offset] of each tensor in it."""
+    """A chunk: where it is (`Outbox.place`), [name, dtype, shape, byte offset] of its tensors, and the base of an adapter."""
 
     tensors: list
     path: str | None = None
     at: list | None = None
     key: str | None = None
     size: int = 0
+    base: str | None = None
 
     @property
     def place(self) -> dict:
@@ -41,6 +43,8 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
     def init_transfer_engine(self, init_info: HostInit) -> None:
         self._expected: set[str] = set()
         self._loaded: set[str] = set()
+        self._adapter: dict[str, torch.Tensor] = {}
+        self._base = ""
 
     def shutdown(self) -> None:
         pass
@@ -49,6 +53,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         # Asked before the reload splits a tied head from its embedding: what is shared is listed, and sent, once.
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded = set()
+        self._adapter = {}
         layerwise.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
@@ -57,12 +62,20 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
 
     def receive_weights(self, update: HostUpdate) -> None:
         with opened(update.place) as buffer:
+            if update.base:  # small, and merged when it is whole
+                self._base = update.base
+                self._adapter |= {name: view(buffer, *rest).clone() for name, *rest in update.tensors}
+                del buffer
+                return
             loaded = self.model.load_weights((name, view(buffer, *rest)) for name, *rest in update.tensors)
             self._loaded |= set(loaded or ())
             _release_views(self.model)
             del buffer
 
     def finish_weight_update(self) -> None:
+        if self._adapter:
+            self._loaded |= set(self.model.load_weights(merged(self._base, self._adapter, self.model_config.dtype)) or ())
+            self._adapter = {}
         missing = sorted(self._expected - self._loaded)
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_head(self.model)

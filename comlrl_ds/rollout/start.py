@@ -196,7 +196,7 @@ class Engines:
         for role, listed in live.items():
             policy = wanted[listed[0]][1]
             targets = [self._target(wanted[k][0]) for k in listed]
-            calls[role] = call(send_live, policy.name, policy.key, self._dtype, targets)
+            calls[role] = call(send_live, policy.name, policy.key, self._dtype, targets, base=policy.base)
         for role, results in (self._cluster.run(calls) if calls else {}).items():
             for k, result in zip(live[role], results):
                 engine, policy = wanted[k]

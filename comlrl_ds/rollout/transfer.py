@@ -41,12 +41,19 @@ class Target:
 
 
 def send_live(
-    holder: WeightHolder, name: str, key: str, dtype: str, targets: Sequence[dict[str, Any]], chunk_bytes: int = 512 << 20
+    holder: WeightHolder,
+    name: str,
+    key: str,
+    dtype: str,
+    targets: Sequence[dict[str, Any]],
+    chunk_bytes: int = 512 << 20,
+    base: str | None = None,
 ) -> list[dict[str, Any]]:
     """Sends an actor's weights to engines; called on every rank of its group, of which the first does the sending.
 
     Args:
-        name, key: of the policy. dtype: that the weights travel in. targets: `Target.as_plain()` of engines of one transport.
+        name, key, base: of the policy. dtype: that whole weights travel in.
+        targets: `Target.as_plain()` of engines of one transport.
 
     Returns:
         for each target {"seconds", "bytes", "manifest", "probe"}.
@@ -65,7 +72,7 @@ def send_live(
             pass
         return []
     senders = [_sender(t, chunk_bytes) for t in targets]
-    results = send_to_all(senders, name, key, holder.named_weights(weights), _outbox())
+    results = send_to_all(senders, name, key, holder.named_weights(weights), _outbox(), base)
     return [
         {"seconds": report.seconds, "bytes": report.bytes, "manifest": s.manifest, "probe": probe}
         for s, (report, probe) in zip(senders, results)

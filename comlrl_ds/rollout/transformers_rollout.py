@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from comlrl_ds.maths.packing import pack_sequences
+from comlrl_ds.rollout.adapters import merged
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
 from comlrl_ds.rollout.disk import tensors_on_disk
 
@@ -92,7 +93,8 @@ class TransformersRollout(RolloutEngine):
                 yield name, tensor
 
         try:
-            self.check_all_loaded(self.load(counted()))
+            loaded = self.load_merged(policy.base, dict(counted())) if policy.base else self.load(counted())
+            self.check_all_loaded(loaded)
         except ValueError as error:
             raise RolloutError(f"weight sync of {policy.name}: {error}") from None
         self.held = policy.key
@@ -111,6 +113,10 @@ class TransformersRollout(RolloutEngine):
             own[name].copy_(tensor)
             loaded.add(name)
         return loaded
+
+    def load_merged(self, base: str, adapter: Mapping[str, Tensor]) -> set[str]:
+        """Copies a base with an adapter in it in; returns the names. Raises ValueError as `load` and `merged` do."""
+        return self.load(merged(base, adapter, self._model.dtype))
 
     def check_all_loaded(self, names: set[str]) -> None:
         """Raises ValueError where a sync left a parameter as it was."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.references import beside
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.config.task import load_task
@@ -44,4 +45,12 @@ def build_trainer(
         checkpoint_every_updates=run_file.run.checkpoint_every_updates,
         checkpoint_total_limit=run_file.run.checkpoint_total_limit, resume=resume, verbose=verbose,
         centralized_comparator_adapter=task.adapter, num_agents=args.num_agents,
+        lora=None if agents else [_lora_beside(a.lora, base) for a in run_file.agents],
     )  # fmt: skip
+
+
+def _lora_beside(lora: LoraSettings | None, base: Path) -> LoraSettings | None:
+    """With the adapter to start from found as models are."""
+    if lora is None or lora.adapter is None:
+        return lora
+    return lora.model_copy(update={"adapter": beside(lora.adapter, base)})

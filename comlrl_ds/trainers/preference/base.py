@@ -16,10 +16,12 @@ from comlrl_ds.cluster.devices import FIELDS
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.lora import LoraSettings, read_lora
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import TRAINERS, RolloutConfig
 from comlrl_ds.config.task import as_sequence
+from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.collection import EVAL, JointSampler, SampledItem
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
 from comlrl_ds.preference.prompts import JointPrompt
@@ -32,7 +34,7 @@ from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.reporting import Reporter
-from comlrl_ds.trainers.preference.session import EngineSettings, Rates, Session, actor_role, plan_actors
+from comlrl_ds.trainers.preference.session import Adapter, EngineSettings, Rates, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
     TeamSetup,
@@ -40,6 +42,7 @@ from comlrl_ds.trainers.preference.team import (
     read_agents,
     read_placement,
     set_up_team,
+    split_adapters,
     wandb_output,
 )
 
@@ -74,6 +77,8 @@ class PreferenceTrainer:
         resume: "never"; "auto" goes on with the run in run_dir, if there is one; or a checkpoint's folder.
         checkpoint_interval: epochs between checkpoints, 0 for none. checkpoint_every_updates: and updates, within an epoch.
         checkpoint_total_limit: checkpoints that are kept, the newest; None keeps all.
+        lora: adapters in place of full weights (`LoraSettings`): a mapping for all agents, or one or None for each. An agent
+            whose model is a PEFT folder goes on from that.
 
     In a launch of several ranks each makes the same trainer; only the main one (global rank 0) looks at the arguments, and
     the others work for it inside `train`, `evaluate` and the other methods, which return the same on all.
@@ -95,7 +100,7 @@ class PreferenceTrainer:
         rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
         seed: int = 0, report_to: Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
         resume: str = "never", checkpoint_interval: int = 1, checkpoint_every_updates: int | None = None,
-        checkpoint_total_limit: int | None = 2, centralized_comparator_adapter: Any = None,
+        checkpoint_total_limit: int | None = 2, centralized_comparator_adapter: Any = None, lora: Any = None,
     ) -> None:  # fmt: skip
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
@@ -133,6 +138,10 @@ class PreferenceTrainer:
         self.display = Display(output.get("verbose", True) if verbose is None else verbose)
         found = Findings()
         found.of(self.run_dir.check)
+        self.lora: list[LoraSettings | None] = found.of(partial(read_lora, lora, len(listed))) or [None] * len(listed)
+        listed, self.lora = found.of(partial(split_adapters, listed, self.lora)) or (listed, self.lora)
+        if any(self.lora) and self.rollout.transport in ("nccl", "ipc"):
+            found.add("rollout.transport", f"{self.rollout.transport!r} sends whole weights, and an agent has lora; write auto")
         content = found.of(partial(read_deepspeed, deepspeed))
         self._settings = EngineSettings(content or {}, model.dtype, model.attn_implementation, device_kind())
         self._stall_timeout_s = stall_timeout_s
@@ -141,7 +150,9 @@ class PreferenceTrainer:
         plans = None
         if content is not None and layout is not None:
             plans = found.of(partial(plan_actors, self._settings, self.args, layout, self._other_roles()))
-            found.of(partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device))
+            found.of(
+                partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device, swaps=any(self.lora))
+            )
         if (eval_logger is None) != (eval_aggregator is None):
             found.add("eval_logger", "eval_logger and eval_aggregator go together; give both or none")
         sources = found.of(partial(self._resolve, listed, tokenizer))
@@ -246,6 +257,7 @@ class PreferenceTrainer:
         self._session = Session(
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
             *self._other_policies(), value_heads=self._value_heads(),
+            adapters=[Adapter(s, seed_of(self.seed, "lora", i)) if s else None for i, s in enumerate(self.lora)],
         )  # fmt: skip
         weakref.finalize(self, self._session.close)
         for note in self._notes():
@@ -286,9 +298,15 @@ class PreferenceTrainer:
         names = [agent_name(i) for i in range(len(listed))]
         return folders_of(listed, [f"agents.{i}.model" for i in range(len(listed))], names, self.run_dir.sources)
 
+    def _described_agents(self) -> list[dict[str, Any]]:
+        return [
+            {"model": s} | ({"lora": own.model_dump(exclude_defaults=True)} if own else {})
+            for s, own in zip(self.setup.sources, self.lora)
+        ]
+
     def _resolved_config(self) -> dict[str, Any]:
         return {
-            "trainer": self.kind, "agents": [{"model": s} for s in self.setup.sources], "args": self.args.model_dump(),
+            "trainer": self.kind, "agents": self._described_agents(), "args": self.args.model_dump(),
             "deepspeed": self._settings.deepspeed, "dtype": self._settings.dtype, "rollout": self.rollout.model_dump(),
             "placement": self.placement.model_dump() if self.placement else None,
             "run": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from comlrl_ds.preference.replay import draw, shares
 from comlrl_ds.preference.round_files import claim_folder, free_folder
 from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.base import PolicyWeights, Sampling
-from comlrl_ds.rollout.disk import tensors_on_disk
 from comlrl_ds.runs.metrics import agent_metric
 from comlrl_ds.runs.policies import PolicyFolders
 from comlrl_ds.trainers.preference.comparator import (
@@ -39,6 +37,7 @@ from comlrl_ds.trainers.preference.comparator import (
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.remote import ask_api
 from comlrl_ds.trainers.preference.saving import Progress
+from comlrl_ds.trainers.preference.session import policy_on_disk
 from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
 
 
@@ -162,11 +161,7 @@ class MADPOIterTrainer(MADPOTrainer):
         for i, source in enumerate(self.setup.sources):
             folder = str(self.policy_folders.path(index) / agent_name(i))
             old = index >= 0 and self.args.learns(i)
-            weights[i] = (
-                PolicyWeights(agent_name(i), folder, source, partial(tensors_on_disk, folder))
-                if old
-                else PolicyWeights(agent_name(i), source, source)
-            )
+            weights[i] = policy_on_disk(agent_name(i), folder if old else self.session.start_of(i), source)
         return comparator.policies(weights)
 
     def _weight_hashes(self, weights: dict[str, PolicyWeights]) -> dict[str, float]:
@@ -181,7 +176,7 @@ class MADPOIterTrainer(MADPOTrainer):
 
     def _current_hashes(self) -> list[int]:
         if self._hashes is None:
-            self._hashes = [self._hash_on_disk(source) for source in self.setup.sources]
+            self._hashes = [self._hash_on_disk(self.session.start_of(i)) for i in range(self.args.num_actors)]
         return self._hashes
 
     def _hash_on_disk(self, folder: str) -> int:
@@ -266,7 +261,11 @@ class MADPOIterTrainer(MADPOTrainer):
 
         session, dtype = self.session, self.session.rollout_dtype
         session.to_training()
-        found = self.cluster.run({r: call(fingerprint, s, dtype) for r, s in zip(session.actors, self.setup.sources)})
+        calls = {}
+        for i, (role, source) in enumerate(zip(session.actors, self.setup.sources)):
+            start = session.start_of(i)
+            calls[role] = call(fingerprint, source, dtype, start if start != source else None)
+        found = self.cluster.run(calls)
         rows = [found[role] for role in session.actors]
         self._hashes = [int(number) for number, _ in rows]
         values: dict[str, float] = {agent_metric("iter/drift", i): drift for i, (_, drift) in enumerate(rows)}
@@ -292,7 +291,9 @@ class MADPOIterTrainer(MADPOTrainer):
         import shutil
 
         for i, source in enumerate(self.setup.sources):
-            shutil.copytree(source, folder / agent_name(i))
+            start = self.session.start_of(i)
+            if start != source or self.lora[i] is None:  # an adapter that starts from nothing is nothing
+                shutil.copytree(start, folder / agent_name(i))
 
     def _checkpointed_rounds(self) -> list[int]:
         from comlrl_ds.runs.checkpoints import CheckpointError, read_checkpoint

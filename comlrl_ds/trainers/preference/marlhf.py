@@ -58,7 +58,8 @@ class RewardAndPolicyLearning(Base):
         roles = {REWARD_ROLE: (args.reward_train_batch_size, args.reward_learning_rate)}
         roles |= dict.fromkeys(args.critic_roles, (args.batch_size, args.critic_rate))
         if args.reference_kl_enabled:
-            roles |= {reference_role(i): (1, args.agent_learning_rate) for i in range(args.num_actors)}
+            full = [i for i, own in enumerate(self.lora) if own is None]
+            roles |= {reference_role(i): (1, args.agent_learning_rate) for i in full}
         return roles
 
     def _check_more(self, setup: TeamSetup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ def reference_role(agent: int) -> str:
     return f"reference.{agent}"
 
 
+def _anchor_of(role: str) -> Any:
+    return FrozenEngine.completion_logprobs if role.startswith("reference") else PolicyEngine.anchor_logprobs
+
+
 class References:
     """KL of sampled completions to the first policies, loaded when first needed.
 
@@ -30,7 +35,10 @@ class References:
 
     def __init__(self, sources: Sequence[str], args: MARLHFConfig, session: Session) -> None:
         self._sources, self._args, self._session = list(sources), args, session
-        self.roles = [reference_role(i) for i in range(args.num_actors)]
+        # An agent with LoRA is its own reference, without what it has learned.
+        self.roles = [
+            reference_role(i) if session.adapters[i] is None else session.actors[i] for i in range(args.num_actors)
+        ]  # fmt: skip
 
     def start(self) -> None:
         """Loads them, unless they are."""
@@ -43,7 +51,7 @@ class References:
                 chunk=self._args.logprob_chunk,
             )
             for role, source in zip(self.roles, self._sources)
-            if role not in session.others
+            if role not in (*session.others, *session.actors)
         }  # fmt: skip
         if builds:
             session.start(builds)
@@ -63,7 +71,7 @@ class References:
         for micro in plan_micro_steps(lengths, self._args.max_tokens_per_micro_batch, None, 1, ranks):
             parts = [[rows[i][k] for k in micro] for i in agents]
             own = session.cluster.run({r: call(PolicyEngine.completion_logprobs, p) for r, p in zip(session.actors, parts)})
-            other = session.cluster.run({r: call(FrozenEngine.completion_logprobs, p) for r, p in zip(self.roles, parts)})
+            other = session.cluster.run({r: call(_anchor_of(r), part) for r, part in zip(self.roles, parts)})
             for i, (actor, anchor) in enumerate(zip(session.actors, self.roles)):
                 sums = [float(k3(torch.tensor(p), torch.tensor(q)).sum()) for p, q in zip(own[actor], other[anchor])]
                 found[i, micro] = torch.tensor(sums, dtype=torch.float64)

@@ -70,7 +70,7 @@ class Saver:
         files = {name: (int(size), str(digest)) for part in written.values() for name, (size, digest) in part.items()}
         state = {
             "roles": session.engines, "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps,
-            "world": session.world(),
+            "world": session.world(), "bases": session.bases(),
             "evaluations": [[name, e.items, e.rewards] for name, e in evaluations],
         }  # fmt: skip
         self.last = reporter.updates
@@ -95,9 +95,15 @@ def restore(checkpoint: Checkpoint, session: Session, reporter: Reporter) -> tup
     """Puts counters and metrics back to a checkpoint; the engines follow when they are built (`restore_engines`).
 
     Raises:
-        ConfigError: it was saved by another number of ranks, or at another ZeRO stage.
+        ConfigError: it was saved by another number of ranks, at another ZeRO stage, or with adapters of another base.
     """
     state = checkpoint.state
+    for role, mark in session.bases().items():
+        if state.get("bases", {}).get(role, mark) != mark:
+            message = (
+                f"the model of {role} has other weights than when {checkpoint.folder} was saved, whose adapter is for those"
+            )
+            raise ConfigError(Problem("agents", f"{message}; give the base of then"))
     for role, (ranks, stage) in session.world().items():
         saved = state["world"].get(role)
         if saved != [ranks, stage]:

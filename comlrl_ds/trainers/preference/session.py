@@ -13,10 +13,13 @@ from comlrl_ds.cluster import Call, Cluster, call
 from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.errors import Findings
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.teams import agent_name
+from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
 from comlrl_ds.rollout.base import PolicyWeights, SyncReport
+from comlrl_ds.rollout.disk import mark_of, tensors_on_disk
 from comlrl_ds.rollout.start import Engines
 
 if TYPE_CHECKING:
@@ -37,6 +40,22 @@ class EngineSettings:
 
 def actor_role(agent: int) -> str:
     return f"actor.{agent}"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA of one actor: the settings, and the seed of A."""
+
+    settings: LoraSettings
+    seed: int
+
+
+def policy_on_disk(name: str, folder: str, source: str) -> PolicyWeights:
+    """A policy whose weights are a folder's: a model's of the architecture of `source`, or an adapter of that."""
+    if is_adapter(folder):
+        return PolicyWeights(name, folder, source, partial(adapter_on_disk, folder), base=source)
+    own = partial(tensors_on_disk, folder) if folder != source else None
+    return PolicyWeights(name, folder, source, own)
 
 
 Rates = Mapping[str, tuple[int, float]]  # by role: (units per optimizer step, learning rate)
@@ -76,13 +95,14 @@ class Session:
 
     Args:
         sources: model folder of each actor. comparators: of each comparator with a model of its own.
-        swaps: whether engines will be given weights from disk. value_heads: of each actor; empty: they have none.
+        swaps: whether engines will be given weights from disk. value_heads, adapters: of each actor;
+            empty: they have none.
     """
 
     def __init__(
         self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
         args: MADPOConfig, rollout: RolloutConfig, log: Path | None, comparators: Sequence[str] = (), swaps: bool = False,
-        value_heads: Sequence[ValueHead] = (),
+        value_heads: Sequence[ValueHead] = (), adapters: Sequence[Adapter | None] = (),
     ) -> None:  # fmt: skip
         self.cluster = cluster
         if cluster.tenant is not None:
@@ -95,9 +115,10 @@ class Session:
         self.syncs: list[SyncReport] = []
         self._engines = Engines(
             rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
-            comparators=comparators, swaps=swaps,
+            comparators=comparators, swaps=swaps or any(adapters),
         )  # fmt: skip
         self._value_heads = list(value_heads)
+        self.adapters: list[Adapter | None] = list(adapters) or [None] * len(sources)
         self._started = False
         self._away: set[str] = set()  # engines whose optimizer states are on the host
         self._resting: set[str] = set()
@@ -121,6 +142,10 @@ class Session:
     def world(self) -> dict[str, list[int]]:
         """[ranks, ZeRO stage] of every actor: what its saved state depends on."""
         return {role: [len(self.cluster.ranks_of(role)), plan.stage] for role, plan in self._plans.items()}
+
+    def bases(self) -> dict[str, str]:
+        """A hash of the base of every actor that learns an adapter: its saved state is worth nothing on another."""
+        return {actor_role(i): mark_of(s) for i, s in enumerate(self._sources) if self.adapters[i]}
 
     @property
     def engines(self) -> list[str]:
@@ -160,10 +185,12 @@ class Session:
 
         args, builds = self._args, {}
         for i, source in enumerate(self._sources):
+            adapter = self.adapters[i]
             builds[actor_role(i)] = call(
                 build_policy, source, self._plans[actor_role(i)], attn_implementation=self._settings.attn_implementation,
                 dropout=not args.disable_dropout, checkpointing=args.gradient_checkpointing, layout=args.row_layout,
                 chunk=args.logprob_chunk, value_head=self._value_heads[i] if self._value_heads else None,
+                lora=adapter.settings if adapter else None, lora_seed=adapter.seed if adapter else 0,
             )  # fmt: skip
         self.cluster.join_groups(self._settings.device)
         self.cluster.create(builds)
@@ -200,18 +227,24 @@ class Session:
             self.cluster.run({role: call(ZeroEngine.put_away) for role in going})
             self._away |= set(going)
 
+    def start_of(self, agent: int) -> str:
+        """Folder that an agent started from: a model's, or an adapter's of it."""
+        adapter = self.adapters[agent]
+        return (adapter.settings.adapter if adapter else None) or self._sources[agent]
+
     def policies(self) -> dict[str, PolicyWeights]:
         """Every agent's current weights: an actor's once it has learned, those on disk before."""
         policies = {}
         for i, source in enumerate(self._sources):
             name = agent_name(i)
             if not self.steps or not self._args.learns(i):
-                policies[name] = PolicyWeights(name, source, source)
+                policies[name] = policy_on_disk(name, self.start_of(i), source)
                 continue
             role = actor_role(i)
             here = self.cluster.local(role)  # an engine in this process, too, takes the weights from it
             tensors = partial(_weights_of, here, self.rollout_dtype) if here and self.cluster.launch.size == 1 else None
-            policies[name] = PolicyWeights(name, f"{name}@{self.steps}", source, tensors, role)
+            base = source if self.adapters[i] else None
+            policies[name] = PolicyWeights(name, f"{name}@{self.steps}", source, tensors, role, base)
         return policies
 
     def usage(self) -> list[dict[str, float]]:

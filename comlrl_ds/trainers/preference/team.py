@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
@@ -17,6 +18,7 @@ from comlrl_ds.preference.centralized import CentralizedComparatorAdapter, check
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import Formatter, JointPromptBuilder, PromptBuilder, PromptError, check_formatters
 from comlrl_ds.preference.teams import JointTeam, Team
+from comlrl_ds.rollout.adapters import is_adapter
 
 MODEL_KEYS = ("torch_dtype", "dtype", "attn_implementation", "model_kwargs", "critic_model_kwargs", "special_tokens")
 
@@ -68,6 +70,33 @@ def read_agents(agent_model: Any, agents: Sequence[Any] | None, num_agents: int)
     if agent_model is None:
         raise ConfigError(Problem("agent_model", "required: a model for all agents, or agents = [one per agent]"))
     raise ConfigError(Problem("agent_model", "a model object serves one agent; give agents = [one per agent]"))
+
+
+def split_adapters(listed: Sequence[Any], lora: Sequence[LoraSettings | None]) -> tuple[list[Any], list[LoraSettings | None]]:
+    """(model sources, LoRA settings) where a source may be a PEFT folder: it is then the adapter to start from.
+
+    Raises:
+        ConfigError: a folder that does not say which model it is for, or that meets settings of its agent.
+    """
+    from comlrl_ds.engines.loading import adapted_base
+
+    found, sources, settings = Findings(), list(listed), list(lora)
+    for i, (model, own) in enumerate(zip(listed, lora)):
+        where = f"agents.{i}.model"
+        folder = own.adapter if own and own.adapter else str(model)
+        if not isinstance(model, str | Path) or not is_adapter(Path(folder).expanduser()):
+            if own and own.adapter:
+                found.add(f"agents.{i}.lora.adapter", f"{own.adapter!r} is no PEFT folder")
+            continue
+        folder = str(Path(folder).expanduser().resolve())
+        if folder == str(Path(model).expanduser().resolve()):
+            if own is not None:
+                found.add(f"agents.{i}.lora", f"{str(model)!r} is an adapter with settings of its own; leave lora out")
+                continue
+            sources[i] = found.of(partial(adapted_base, folder, where)) or ""
+        settings[i] = LoraSettings(adapter=folder)
+    found.raise_any()
+    return sources, settings
 
 
 def folders_of(listed: Sequence[Any], paths: Sequence[str], names: Sequence[str], place: Path) -> list[str]:
