@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
-from workloads import Size
+from workloads import TITLES, Size, expected_work
 
 HERE = Path(__file__).resolve().parent
 THREADS = 2
@@ -25,7 +25,6 @@ PEER = ("comlrl==1.4.3", "wandb", "datasets")  # the rest of what it needs is in
 # What is compared: compute type of our side, of the peer's. The peer's own default trains bf16 weights without fp32
 # masters, which loses small updates; its stable setting is fp32.
 PRECISIONS = {"default": ("default", "float32"), "fp32": ("float32", "float32"), "each-default": ("default", "default")}
-TITLES = {"p1": "P1 collection", "p2": "P2 update"}
 
 
 @dataclass(frozen=True, order=True)
@@ -80,19 +79,19 @@ def measure_alone(side: Side, python: Path, options: argparse.Namespace, size: S
     return m
 
 
-def check_work(sides: list[Side], found: dict[Side, list[dict[str, Any]]], size: Size) -> None:
-    """Ends the run unless both systems did the same work."""
+def check_work(sides: list[Side], found: dict[Side, list[dict[str, Any]]], size: Size, passes: int) -> None:
+    """Ends the run unless all processes so far did the same work."""
     for workload in {side.workload for side in sides}:
         done = {m["work"] for side in sides if side.workload == workload for m in found[side]}
-        expected = {size.tasks * size.candidates * size.collected * 2} if workload == "p1" else done
-        if len(done) > 1 or done != expected:
-            sys.exit(f"{workload}: the systems did different work: {done}, expected {expected}")
+        expected = expected_work(workload, size, passes)
+        if len(done | ({expected} if done and expected is not None else set())) > 1:
+            sys.exit(f"{workload}: the systems did different work: {done}, expected {expected or 'the same'}")
 
 
 def medians(measurements: list[dict[str, Any]], k: int) -> dict[str, float]:
     """Of pass k."""
     numbers = {name: [m[name][k] for m in measurements] for name in ("wall_s", "cpu_s")}
-    numbers |= {name: [m[name] for m in measurements] for name in ("peak_mb", "trainer_peak_mb", "start_s")}
+    numbers |= {name: [m[name] for m in measurements] for name in ("peak_mb", "trainer_peak_mb", "start_s", "disk_mb")}
     return {name: statistics.median(values) for name, values in numbers.items()}
 
 
@@ -100,8 +99,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model, for both systems")
     parser.add_argument("--repeat", type=int, default=3, help="processes of each kind; the medians count")
-    parser.add_argument("--passes", type=int, default=2, help="passes over the work in each process; the first is cold")
-    parser.add_argument("--workloads", nargs="+", choices=tuple(TITLES), default=list(TITLES))
+    parser.add_argument(
+        "--passes", type=int, default=2, help="passes over the work in each process, rounds of P5; the first is cold"
+    )
+    parser.add_argument("--workloads", nargs="+", type=str.lower, choices=tuple(TITLES), default=list(TITLES))
     parser.add_argument("--precision", nargs="+", choices=tuple(PRECISIONS), default=["default", "fp32"])
     parser.add_argument("--peer-env", type=Path, default=HERE / "build" / "peer", help="made if it is missing")
     parser.add_argument("--size", type=json.loads, default={}, metavar="JSON", help="smaller workloads, for a trial")
@@ -122,14 +123,14 @@ def main() -> None:
             walls = ", ".join(f"{wall:.1f}" for wall in m["wall_s"])
             others = sum(m["others_cpu_s"]) / sum(m["wall_s"])
             disturbed = f"; other processes took {others:.0%} of a core meanwhile" if others > 0.1 else ""
+            check_work(sides, found, size, options.passes)
             console.print(f"{turn + 1}/{options.repeat} {side.workload} {side.system} {m['dtype']}: {walls} s{disturbed}")
-    check_work(sides, found, size)
 
     table = Table(title=f"ours : peer = ratio; medians of {options.repeat}, peak memory of ours = trainer + engines")
     table.add_column("")
     for name in ("pass", "wall s", "CPU s", "peak GB", "start s"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = []
+    rows, on_disk = [], []
     for (workload, precision), pair in pairs.items():
         for k in range(options.passes):
             ours, peer = (medians(found[side], k) for side in pair)
@@ -141,7 +142,10 @@ def main() -> None:
             cells = [f"{a} : {b} = [bold]{ratios[name]:.2f}" for name, (a, b) in both.items()]
             dtypes = ", ".join(found[side][0]["dtype"] for side in pair)
             table.add_row(f"{TITLES[workload]}, {precision} ({dtypes})", "warm" if k else "cold", *cells)
-    console.print(table)
+        if ours["disk_mb"]:
+            both_mb = f"{ours['disk_mb']:.2f} : {peer['disk_mb']:.2f} = {peer['disk_mb'] / ours['disk_mb']:.2f}"
+            on_disk.append(f"{TITLES[workload]}, {precision}: {both_mb} MB on disk after {options.passes} rounds")
+    console.print(table, *on_disk, sep="\n")
     whole = {"seconds": time.perf_counter() - started, "threads": THREADS, "size": asdict(size), "rows": rows}
     whole["runs"] = [asdict(side) | {"measurements": found[side]} for side in sides]
     print(json.dumps(whole))
