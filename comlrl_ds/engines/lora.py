@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, drop
     if not dropout:
         config.lora_dropout = 0.0
     names = [ADAPTER, START] if settings.adapter else [ADAPTER]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # the second is meant
         torch.manual_seed(seed)
         for name in names:
             inject_adapter_in_model(config, model, name)

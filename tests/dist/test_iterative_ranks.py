@@ -28,7 +28,15 @@ JUDGED = {
     },
 }  # fmt: skip
 NAMES = ["iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized"]
-NAMES += ["marlhf", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads"]
+NAMES += ["marlhf", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads", "iter_lora", "marlhf_lora"]
+# LoRA of agents at different stages: on a base that is sharded, and on one that is not.
+LORA = {"groups": PLACEMENT["groups"], "roles": PLACEMENT["roles"] | {"actor.0": SHARDED}}
+OWN = {
+    "iter_current_copy": APART,
+    "iter_lora": LORA,
+    "marlhf_lora": LORA | {"roles": LORA["roles"] | {"reward_model": SHARDED}},
+}
+OWN |= dict.fromkeys(["marlhf", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads"], JUDGED)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,7 @@ def walked(tmp_path_factory, tiny_model, root):
         settings = {
             "models": [str(tiny_model), str(other)], "folder": str(folder / "three"), "url": url, "names": NAMES,
             "sections": [f"placement={json.dumps(PLACEMENT)}", "rollout.engines=1"],
-            "comparator": [f"placement={json.dumps(APART)}"], "judge": [f"placement={json.dumps(JUDGED)}"],
+            "own": {name: [f"placement={json.dumps(placement)}"] for name, placement in OWN.items()},
         }  # fmt: skip
         command = ["deepspeed", "--num_gpus", "3", "--master_port", str(free_port()), "--no_local_rank"]
         done = subprocess.run(
@@ -72,7 +80,8 @@ def test_three_ranks_finish_every_example(walked, name):
     contents = [json.loads(text) for text in rounds(run)]
     count = 1 if name.startswith("marlhf") else 3
     assert [c["iteration"] for c in contents] == list(range(1, count + 1)) and all(c["num_pairs"] for c in contents)
-    assert (run / "final/agent_1/model.safetensors").exists() and (run / "complete").read_text() == str(count)
+    weights = "adapter_model" if "lora" in name else "model"
+    assert (run / f"final/agent_1/{weights}.safetensors").exists() and (run / "complete").read_text() == str(count)
 
 
 @pytest.mark.parametrize("name", ["iter_current", "iter_history"])

@@ -6,13 +6,18 @@ Log-prob gaps between trainer and engine cannot show this in bf16: a correct syn
 from __future__ import annotations
 
 import copy
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from engines import fresh_logprobs, policy_of, start_engine
 from tiny import save_tiny_model, tiny_lm
 
-from comlrl_ds.rollout.base import Request, RolloutError, Sampling
+from comlrl_ds.config.lora import LoraSettings
+from comlrl_ds.engines.lora import add_lora, save_adapter
+from comlrl_ds.rollout.adapters import adapter_on_disk
+from comlrl_ds.rollout.base import PolicyWeights, Request, RolloutError, Sampling
 
 ROWS = [[(3 + 7 * k + 13 * r) % 320 for k in range(20 + 5 * r)] for r in range(4)]
 CASES = [("bfloat16", True), ("bfloat16", False), ("float32", True), ("float32", False)]
@@ -28,6 +33,25 @@ def changed(lm, size: float, seed: int):
             noise = torch.rand(p.shape, generator=generator) * 2 - 1
             p.copy_((p.float() * (1 + size * noise)).to(p.dtype) + (size * noise).to(p.dtype))
     return moved
+
+
+def with_adapter(lm, base: Path, folder: Path):
+    """(a policy that is an adapter of r = 4 on the model in `base`, that model with the adapter in it by hand in fp32)"""
+    wrapped = copy.deepcopy(lm)
+    add_lora(wrapped, LoraSettings(r=4, lora_alpha=16), source=str(base), seed=1, dropout=False)
+    state = {n.replace(".default", ""): p.detach() for n, p in wrapped.named_parameters() if "lora_" in n}
+    generator = torch.Generator().manual_seed(2)
+    state = {n: t if "lora_A" in n else (torch.randn(t.shape, generator=generator) / 20).to(t.dtype) for n, t in state.items()}
+    save_adapter(wrapped.lora_config, state, folder)
+    moved = copy.deepcopy(lm)
+    with torch.no_grad():
+        for name, p in moved.named_parameters():
+            layer = name.removesuffix(".weight")
+            if f"{layer}.lora_A.weight" in state:
+                a, b = (state[f"{layer}.lora_{part}.weight"].float() for part in "AB")
+                p.copy_((p.float() + 4 * (b @ a)).to(p.dtype))
+    policy = PolicyWeights("agent_0", str(folder), str(base), partial(adapter_on_disk, str(folder)), base=str(base))
+    return policy, moved
 
 
 def trainer_logprobs(lm, rows):
@@ -61,6 +85,12 @@ def synced(tmp_path_factory):
                 engine.sync_weights(policy_of(models[name], "agent_0", version, base))
                 got["back" if name == "base" else name] = engine.prompt_logprobs(ROWS)
                 assert engine.prompt_logprobs(ROWS) == got["back" if name == "base" else name]
+            policy, models["adapter"] = with_adapter(lm, base, folder / f"{dtype}-{tied}-lora")
+            report = engine.sync_weights(policy)
+            assert report.bytes == sum(t.nbytes for _, t in policy.tensors()) < 0.3 * sum(p.nbytes for p in lm.parameters())
+            got["adapter"] = engine.prompt_logprobs(ROWS)
+            engine.sync_weights(policy_of(lm, "agent_0", 7, base))  # whole weights after an adapter
+            got["whole again"] = engine.prompt_logprobs(ROWS)
             if not tied:
                 head_only = copy.deepcopy(lm)
                 with torch.no_grad():
@@ -89,7 +119,7 @@ def greedy(engine) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("dtype", "tied"), CASES)
-@pytest.mark.parametrize("name", ["base", *CHANGES])
+@pytest.mark.parametrize("name", ["base", *CHANGES, "adapter"])
 def test_synced_equals_fresh_from_disk(synced, dtype, tied, name):
     results, fresh = synced
     assert results[dtype, tied][name] == fresh[dtype, tied, name][0]
@@ -100,11 +130,11 @@ def test_synced_equals_fresh_from_disk(synced, dtype, tied, name):
 @pytest.mark.parametrize(("dtype", "tied"), CASES)
 def test_syncing_the_old_weights_back_restores_them(synced, dtype, tied):
     results, _ = synced
-    assert results[dtype, tied]["back"] == results[dtype, tied]["base"]
+    assert results[dtype, tied]["back"] == results[dtype, tied]["whole again"] == results[dtype, tied]["base"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["base", *CHANGES])
+@pytest.mark.parametrize("name", ["base", *CHANGES, "adapter"])
 def test_engine_agrees_with_the_trainer_in_fp32(synced, tied, name):
     results, fresh = synced
     assert largest_gap(results["float32", tied][name], trainer_logprobs(fresh["float32", tied, name][1], ROWS)) < 1e-3

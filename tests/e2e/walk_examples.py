@@ -1,7 +1,7 @@
 """Trains every iterative example in launch/examples on tiny models; a script for the launcher, too.
 
 python walk_examples.py JSON, with "models" (two folders), "folder" for the runs, "url" of an API and, for several ranks,
-"sections" that replace those of the examples.
+"sections" that replace those of the examples, and "own", those of some by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "launch" / "examples"
 NAMES = [
     "iter_current", "iter_current_copy", "iter_model", "iter_history", "iter_api", "iter_centralized", "centralized",
     "marlhf", "marlhf_mareinforce", "marlhf_marloo", "marlhf_maremax", "marlhf_maac", "marlhf_iac", "marlhf_iac_heads",
-    "marlhf_iter",
+    "marlhf_iter", "iter_lora", "marlhf_lora",
 ]  # fmt: skip
 ONE_SHOT = [name for name in NAMES if name.startswith("marlhf") and name != "marlhf_iter"]
 ROUNDS = 3
@@ -64,10 +64,7 @@ def walk(settings: dict[str, Any]) -> None:
         words = overrides(name, settings)
         if name != "centralized":
             words += settings.get("sections", [])
-        if name == "iter_current_copy":
-            words += settings.get("comparator", [])
-        if name in ONE_SHOT:
-            words += settings.get("judge", [])
+        words += settings.get("own", {}).get(name, [])
         run_file = load_run_file(file, words)
         with build_trainer(run_file, file, verbose=False) as trainer:
             trainer.train()
