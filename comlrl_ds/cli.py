@@ -1,4 +1,4 @@
-"""The command line: comlrl-ds train | plan | evaluate | demo-model.
+"""The command line: comlrl-ds train | plan | evaluate | export | demo-model.
 
 Exit codes: 0 done (also when there was nothing to learn from), 1 the run failed, 2 something that the user wrote is wrong.
 """
@@ -116,6 +116,21 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("run_file", type=Path)
     evaluate.add_argument("overrides", **overrides)  # type: ignore[arg-type]
     evaluate.add_argument("--policy", type=Path, required=True, metavar="DIR", help="folder with agent_0, agent_1 …")
+    export = command("export", _export, "write one agent's policy of a run, its end's or a checkpoint's, as a model folder")
+    export.add_argument("run_dir", type=Path, metavar="RUN", help="the run's folder, its run.dir")
+    export.add_argument("--agent", type=int, required=True, metavar="i", help="which, from 0")
+    export.add_argument(
+        "--merge", action="store_true", help="with LoRA: the base with the adapter in it, not the adapter alone"
+    )
+    export.add_argument(
+        "--checkpoint", metavar="FOLDER", help="take this one; default: the end's policy, else the newest checkpoint's"
+    )
+    export.add_argument("--out", type=Path, metavar="FOLDER", help="default: RUN/export/agent_i, agent_i_merged with --merge")
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="type of the written weights; default: the run's compute type",
+    )
     demo = command("demo-model", _demo_model, "write SmolLM2-135M-Instruct as a Hugging Face folder")
     demo.add_argument("folder", type=Path)
     return parser
@@ -179,6 +194,14 @@ def _evaluate(options: argparse.Namespace) -> None:
         trainer.train_dataset = None  # nothing is trained, so no actor is loaded
         trainer.evaluate()
         trainer.display.reward_table([(str(options.policy), trainer.last_evaluation)])
+
+
+def _export(options: argparse.Namespace) -> None:
+    from comlrl_ds.trainers.export import export_policy
+
+    export_policy(
+        options.run_dir, options.agent, merge=options.merge, checkpoint=options.checkpoint, out=options.out, dtype=options.dtype
+    )
 
 
 def _demo_model(options: argparse.Namespace) -> None:

@@ -37,6 +37,9 @@ class LoraSettings(Settings):
         if self.adapter is not None and others:
             problem = Problem(others[0], f"comes from the adapter {self.adapter!r}; leave it out, or the adapter")
             raise ConfigError(problem)
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:  # peft refuses it
+            message = f"goes with a list in target_modules, not with {self.target_modules!r}"
+            raise ConfigError(Problem("layers_to_transform", message))
         return self
 
     @property

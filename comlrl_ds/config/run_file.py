@@ -72,6 +72,12 @@ class RolloutConfig(Settings):
         "auto", description="How weights reach an engine; host works everywhere, auto takes the fastest that placement allows."
     )
 
+    lora: Literal["auto", "adapter", "merge"] = Field(
+        "auto",
+        description="Agents with LoRA: adapter holds the base once and adapters beside it, merge puts them into the weights;"
+        " auto: adapter on GPUs where that is possible.",
+    )
+
     @model_validator(mode="after")
     def _servers_alone(self) -> RolloutConfig:
         for k, url in enumerate(self.urls):

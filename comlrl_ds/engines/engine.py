@@ -14,7 +14,7 @@ from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.base import ZeroEngine, gathered
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
-from comlrl_ds.engines.heads import save_head
+from comlrl_ds.engines.heads import VALUE_HEAD, save_head
 from comlrl_ds.engines.lora import anchored, save_adapter
 from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs, fit_to_model, inputs_of
 from comlrl_ds.maths.advantages import importance_weights
@@ -217,8 +217,8 @@ class PolicyEngine(ZeroEngine):
 
     # --- weights
     def save_pretrained(self, folder: Path) -> None:
-        """Writes a Hugging Face folder (safetensors) in the compute type, with LoRA a PEFT folder, a value head beside it; a
-        collective.
+        """Writes a Hugging Face folder (safetensors) in the compute type, with LoRA a PEFT folder, a value head in a folder
+        of its own; a collective.
         """
         head = {} if self.scorer.value_head is None else dict(gathered(list(self.scorer.value_head.named_parameters())))
         if self._adapter:
@@ -226,7 +226,7 @@ class PolicyEngine(ZeroEngine):
             if torch.distributed.get_rank() == 0:
                 save_adapter(self.scorer.lm.lora_config, adapter, folder)
                 if head:
-                    save_head(head, folder)
+                    save_head(head, folder / VALUE_HEAD)
             return
         state = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights()}
         if torch.distributed.get_rank() == 0:
@@ -239,7 +239,7 @@ class PolicyEngine(ZeroEngine):
             lm.save_pretrained(folder, state_dict=state)
             lm.config.use_cache = use_cache
             if head:
-                save_head(head, folder)
+                save_head(head, folder / VALUE_HEAD)
 
 
 def _places(side: Tensor, sides: int, critic_type: str | None) -> dict[int, int]:

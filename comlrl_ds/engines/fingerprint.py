@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.rollout.adapters import adapter_on_disk, base_of, is_adapter
+from comlrl_ds.engines.loading import adapted_base
+from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
 from comlrl_ds.rollout.disk import DiskTensors, tensors_on_disk
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def hash_on_disk(folder: str, dtype: str) -> int:
     """`weights_hash` of a model's or of a PEFT folder: of this, the base's and the adapter's together."""
     if not is_adapter(folder):
         return weights_hash(tensors_on_disk(folder), dtype)
-    base = _of_base(str(base_of(folder)), dtype)[0]
+    base = _of_base(adapted_base(folder, "policy"), dtype)[0]
     return (base + weights_hash(adapter_on_disk(folder), "float32")) % (1 << HASH_BITS)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from comlrl_ds.config.errors import ConfigError, Problem
 
 HEAD_FILE = "scalar_head.safetensors"
+# Folder of a policy's value head in the policy's own: engines take every *.safetensors beside a model for its weights.
+VALUE_HEAD = "value_head"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ def save_head(head: Mapping[str, Tensor], folder: Path) -> None:
     """Writes a head's tensors into a model's folder."""
     from safetensors.torch import save_file
 
+    folder.mkdir(parents=True, exist_ok=True)
     save_file({n: t.detach().cpu().contiguous() for n, t in head.items()}, folder / HEAD_FILE)
     sizes = {n: list(t.shape) for n, t in head.items()}
     (folder / "scalar_head.json").write_text(json.dumps(sizes))

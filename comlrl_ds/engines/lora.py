@@ -33,12 +33,13 @@ def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, drop
     from peft import LoraConfig, inject_adapter_in_model
 
     config: Any = LoraConfig.from_pretrained(settings.adapter) if settings.adapter else LoraConfig(**settings.peft_fields)
-    config.inference_mode, config.task_type, config.base_model_name_or_path = False, "CAUSAL_LM", source
+    config.inference_mode, config.task_type, config.base_model_name_or_path = False, "CAUSAL_LM", published_name(source)
     if not dropout:
         config.lora_dropout = 0.0
     names = [ADAPTER, START] if settings.adapter else [ADAPTER]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # the second is meant
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sees what the layers are
         torch.manual_seed(seed)
         for name in names:
             inject_adapter_in_model(config, model, name)
@@ -54,6 +55,13 @@ def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, drop
             if settings.adapter:
                 part[START].requires_grad_(False)
     model.lora_config = config
+
+
+def published_name(source: str) -> str:
+    """What a saved adapter calls its base: the repository, where that is a folder of the hub's cache, which others lack."""
+    parts = Path(source).parts
+    cached = parts[-3] if len(parts) > 2 and parts[-2] == "snapshots" else ""
+    return cached.removeprefix("models--").replace("--", "/") if cached.startswith("models--") else source
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:

@@ -13,10 +13,19 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "vLLM weights", "KV
 
 # fp32 master weights and the two states of Adam, bytes per parameter.
 OPTIMIZER_BYTES = 12
-# Saved for backward per token, layer and hidden unit at 2-byte types (Korthikanti et al. 2022, without the attention matrix).
-ACTIVATION_BYTES = 34
+# Elements of the compute type that a block keeps for backward, per token and unit: 10 of the hidden state (two norms of three,
+# q, k, v and what attention gives) and 4 of the MLP, without an attention matrix; in types of 2 bytes 2 more, as norms compute
+# in fp32. Counted in transformers' Llama; GPT-2 is within 4 %, Qwen3, with norms of q and k, a sixth above.
+HIDDEN_COPIES, NORM_COPIES, INNER_COPIES = 10, 2, 4
+# Of a model whose MLP is not known: inner units in hidden ones, as in Llama 3.
+USUAL_INNER = 3.5
+# DeepSpeed's own, elements: of its buffer for gradients on their way, and of weights that ZeRO-3 may hold whole.
+REDUCE_BUCKET, MAX_LIVE = 500_000_000, 1_000_000_000
 # Logits, their softmax and their gradient of one chunk, in fp32.
 VOCABULARY_COPIES = 3
+# Gradients of the vocabulary's matrix that a backward holds at a time beside what it adds them to: of a chunk through the head,
+# their sum, and that of the embedding; none where the matrix is fixed. Counted at tiny models and at one of 135 million.
+VOCABULARY_GRADIENTS = 3
 CPU_KV_CACHE_BYTES = 1 << 30
 # Python and the libraries of one process; what the quickstart's engines took beyond weights and cache.
 PROCESS_BYTES = 1_200_000_000
@@ -60,25 +69,77 @@ class Work:
     checkpointing: bool = False
 
 
-def trained(shape: ModelShape, dtype: str, ranks: int, zero: Mapping[str, Any], work: Work, *, sums_bytes: int = 4) -> Memory:
-    """One rank of a model that is trained by `ranks` ranks.
+@dataclass(frozen=True)
+class Learning:
+    """What of a role's model learns.
+
+    Attributes:
+        trained: parameters that do. fixed: those that do not.
+        adapter: of the first, those of a LoRA adapter; None without one.
+        base: what names the fixed ones where they may be those of another role, too; see `engines.build`.
+    """
+
+    trained: int
+    fixed: int = 0
+    adapter: int | None = None
+    base: str | None = None
+
+
+def trained(
+    shape: ModelShape, dtype: str, ranks: int, zero: Mapping[str, Any], work: Work, *, sums_bytes: int = 4,
+    learning: Learning | None = None, base_is_held: bool = False, on_cpu: bool = False,
+) -> Memory:  # fmt: skip
+    """One rank of a model that is trained by `ranks` ranks: (fixed + n) weights in the compute type, and of the n that learn
+    12n bytes of optimizer and `sums_bytes` · n of gradients, each over the ranks as its ZeRO stage says.
 
     Args:
         dtype: compute type, "bfloat16", "float16" or "float32".
         zero: DeepSpeed's `zero_optimization`.
         sums_bytes: of a gradient sum, per parameter.
+        learning: what learns; None: everything.
+        base_is_held: the fixed weights are those of another role of the rank, and count there.
+        on_cpu: memory that was asked for and never touched counts nothing there.
     """
     if shape.parameters is None:
         return Memory(known=False)
-    n, size, stage = shape.parameters, TYPE_BYTES[dtype], int(zero.get("stage", 0))
+    learning = learning or Learning(shape.parameters)
+    n, size, stage = learning.trained, TYPE_BYTES[dtype], int(zero.get("stage", 0))
     memory = Memory()
-    weights = n * size // (ranks if stage == 3 else 1)
+    weights = (n + (0 if base_is_held else learning.fixed)) * size // (ranks if stage == 3 else 1)
     optimizer = n * OPTIMIZER_BYTES // (ranks if stage >= 1 else 1)
     _put(memory, "weights", weights, _offload(zero, "offload_param") if stage == 3 else None)
     _put(memory, "optimizer", optimizer, _offload(zero, "offload_optimizer"))
     memory.device["gradients"] = n * sums_bytes // (ranks if stage >= 2 else 1)
     memory.device["activations"] = activation_bytes(shape, dtype, work)
+    if not learning.fixed:
+        memory.device["activations"] += VOCABULARY_GRADIENTS * shape.vocabulary * shape.hidden * size
+    bucket = bucket_elements(shape, zero, n if on_cpu else None)
+    if stage <= 1 and dtype == "bfloat16" and sums_bytes == 4:
+        # DeepSpeed's BF16_Optimizer, which takes these cases, has no bucket, and leaves every parameter, beside the sum, the
+        # last backward's own gradient until the step.
+        memory.device["gradients"] += n * size
+    elif stage == 2:
+        memory.device["activations"] += bucket * size  # held for the length of a backward
+    else:
+        memory.device["gradients"] += bucket * (size if stage == 3 else sums_bytes)
+    if stage == 3 and ranks > 1:
+        # Weights that a forward gathered stay for its backward, up to a limit, which DeepSpeed counts in elements.
+        live = zero.get("stage3_max_live_parameters", MAX_LIVE)
+        memory.device["activations"] += min(n + learning.fixed, MAX_LIVE if live == "auto" else int(live)) * size
     return memory
+
+
+def bucket_elements(shape: ModelShape, zero: Mapping[str, Any], most: int | None) -> int:
+    """Elements of the buffer in which gradients are gathered to be reduced; of two where that overlaps with backward.
+
+    Args:
+        most: of them that are ever touched, of each buffer; None: all.
+    """
+    if not zero.get("contiguous_gradients", True):
+        return 0
+    size = zero.get("reduce_bucket_size", REDUCE_BUCKET)
+    size = shape.hidden**2 if size == "auto" else int(size)
+    return (size if most is None else min(size, most)) * (2 if zero.get("overlap_comm") and zero.get("stage") != 3 else 1)
 
 
 def frozen(shape: ModelShape, dtype: str, ranks: int, zero: Mapping[str, Any]) -> Memory:
@@ -133,7 +194,9 @@ def together(trainer: Memory, sampler: Memory, take_turns: bool) -> Memory:
 def activation_bytes(shape: ModelShape, dtype: str, work: Work) -> int:
     """What one forward keeps for backward."""
     size = TYPE_BYTES[dtype]
-    per_layer = work.tokens * shape.hidden * ACTIVATION_BYTES * size // 2
+    inner = shape.inner or int(USUAL_INNER * shape.hidden)
+    copies = HIDDEN_COPIES + (NORM_COPIES if size == 2 else 0)
+    per_layer = work.tokens * (copies * shape.hidden + INNER_COPIES * inner) * size
     if work.checkpointing:
         kept = shape.layers * work.tokens * shape.hidden * size + per_layer
     else:
@@ -141,8 +204,14 @@ def activation_bytes(shape: ModelShape, dtype: str, work: Work) -> int:
     return kept + min(work.chunk, work.tokens) * shape.vocabulary * 4 * VOCABULARY_COPIES
 
 
-def edge_bytes(shape: ModelShape, dtype: str) -> int | None:
-    """Bytes that a weight edge carries; None: unknown."""
+def edge_bytes(shape: ModelShape, dtype: str, adapter: int | None = None) -> int | None:
+    """Bytes that a weight edge carries; None: unknown.
+
+    Args:
+        adapter: parameters of the adapter that is sent in place of the model, in fp32 whatever the type.
+    """
+    if adapter is not None:
+        return adapter * TYPE_BYTES["float32"]
     return None if shape.parameters is None else shape.parameters * TYPE_BYTES[dtype]
 
 

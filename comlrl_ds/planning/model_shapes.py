@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.config.references import is_path
+from comlrl_ds.config.model_files import UNREADABLE, config_of, model_folder, tensor_shapes, total_bytes
 
 TYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # (parameters, hidden units, layers) of well-known dense models, for a model of which only the name is known.
@@ -32,6 +30,8 @@ class ModelShape:
         parameters: their number, a tied head counted once; None: unknown.
         hidden: units of the residual stream. layers: blocks. vocabulary: rows of the embedding.
         origin: where that is from: "weights", "config.json", "guess" (from the name) or "unknown".
+        inner: hidden units of an MLP, of a mixture those that one token meets; 0: unknown.
+        head: parameters of a vocabulary head that is not the embedding, which reward models and critics lack.
     """
 
     parameters: int | None
@@ -39,31 +39,36 @@ class ModelShape:
     layers: int = 0
     vocabulary: int = 0
     origin: str = "config.json"
+    inner: int = 0
+    head: int = 0
 
     @property
     def text(self) -> str:
         """'135M', 'about 70B (guess)'."""
         if self.parameters is None:
             return "?"
-        unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if self.parameters >= u), (1, ""))
-        number = f"{self.parameters / unit:.3g}{name}"
+        number = short(self.parameters)
         return f"about {number} (guess)" if self.origin == "guess" else number
+
+
+def short(number: int) -> str:
+    """'135M'."""
+    unit, name = next(((u, n) for u, n in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= u), (1, ""))
+    return f"{number / unit:.3g}{name}"
 
 
 def shape_of_model(source: str) -> ModelShape:
     """Size of the model in a folder, in the hub's cache, or, if it is in neither, as its name says."""
-    folder = Path(source).expanduser()
-    if not (folder / "config.json").is_file():
-        folder = _cached(source) or folder
+    folder = model_folder(source)
+    if folder is None:
+        return _guess(source)
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = config_of(folder)
         shape = shape_of_config(config)
         counted = _count_in_files(folder, config.get("text_config") or config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except UNREADABLE:
         return _guess(source)
-    if counted:
-        return ModelShape(counted, shape.hidden, shape.layers, shape.vocabulary, "weights")
-    return shape
+    return replace(shape, parameters=counted, origin="weights") if counted else shape
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -97,51 +102,30 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         mlp += 2 * inner + hidden
     # A config leaves out what is its class's default: heads are untied, but in Gemma.
     tied = c.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma")))
-    total = layers * (attention + norms + mlp) + hidden + vocabulary * hidden * (1 if tied else 2)
-    return ModelShape(int(total), hidden, layers, vocabulary)
+    head = 0 if tied else vocabulary * hidden
+    total = layers * (attention + norms + mlp) + hidden + vocabulary * hidden + head
+    met = inner * (c.get("num_experts_per_tok") or 2) + (shared or 0) if experts else inner
+    return ModelShape(int(total), hidden, layers, vocabulary, inner=met, head=head)
 
 
 def _gpt2(c: Mapping[str, Any]) -> ModelShape:
     hidden, layers, vocabulary = c["n_embd"], c["n_layer"], c["vocab_size"]
     inner = c.get("n_inner") or 4 * hidden
     block = 4 * hidden * hidden + 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden
-    embeddings = (vocabulary * (1 if c.get("tie_word_embeddings", True) else 2) + c.get("n_positions", 1024)) * hidden
-    return ModelShape(int(layers * block + embeddings + 2 * hidden), hidden, layers, vocabulary)
+    head = 0 if c.get("tie_word_embeddings", True) else vocabulary * hidden
+    embeddings = (vocabulary + c.get("n_positions", 1024)) * hidden + head
+    return ModelShape(int(layers * block + embeddings + 2 * hidden), hidden, layers, vocabulary, inner=inner, head=head)
 
 
 def _count_in_files(folder: Path, config: Mapping[str, Any]) -> int | None:
     """Parameters of the folder's safetensors files: their headers hold all shapes. Else of their index; else None."""
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text()) if index.is_file() else {}
-    names = set(content.get("weight_map", {}).values()) or {"model.safetensors"}
-    files = [folder / name for name in names]
-    if all(f.is_file() for f in files):
-        return sum(map(_count_in_header, files))
-    if size := content.get("metadata", {}).get("total_size"):
+    shapes = tensor_shapes(folder)
+    if shapes is not None:
+        return sum(map(math.prod, shapes.values()))
+    if size := total_bytes(folder):
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         return int(size) // TYPE_BYTES.get(dtype, 2)
     return None
-
-
-def _count_in_header(file: Path) -> int:
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _cached(repository: str) -> Path | None:
-    """Folder of a repository in the hub's cache, if it was ever downloaded; asks no network."""
-    if is_path(repository):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(repository, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def _guess(source: str) -> ModelShape:

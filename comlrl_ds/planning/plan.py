@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from comlrl_ds.cluster.devices import FIELDS, base_of, index_of
+from comlrl_ds.cluster.devices import FIELDS, base_of
 from comlrl_ds.cluster.engine_places import edges
 from comlrl_ds.cluster.hostfile import LOCAL, slots_of_hostfile, slots_of_one_host
 from comlrl_ds.cluster.layout import EnginePlace, Layout, Slot
@@ -27,12 +27,12 @@ from comlrl_ds.cluster.placement import comparator_roles, deepspeed_of, resolve_
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.config.placement import PlacementConfig
-from comlrl_ds.config.references import beside
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.engines.ds_config import EnginePlan, TrainerNumbers, plan_engine, read_deepspeed
 from comlrl_ds.planning import estimate
 from comlrl_ds.planning.estimate import Memory, Work
 from comlrl_ds.planning.model_shapes import ModelShape, shape_of_model
+from comlrl_ds.planning.role_models import agent_models, check_adapters, learning_of, model_of
 from comlrl_ds.planning.tables import EdgeRow, GroupMemory, HostMemory, Plan, RoleRow
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.start import engine_places
@@ -71,10 +71,16 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
     slots = found.of(partial(_slots, run_file.placement, hostfile, devices))
     machine = found.of(partial(_machine, slots or [], hostfile is not None, devices))
     roles = needed_roles(run_file.trainer, team)
+    agents = agent_models(run_file, base)
+    has_lora = any(lora for _, lora in agents)
     if isinstance(args, MARLHFConfig):
-        full = [i for i, agent in enumerate(run_file.agents) if agent.lora is None]
+        full = [i for i, (_, lora) in enumerate(agents) if lora is None]
         roles += [f"reference.{i}" for i in full] if args.reference_kl_enabled else []
         roles += args.critic_roles
+    found.of(partial(check_adapters, roles, run_file, base))
+    whole_weights = has_lora and run_file.rollout.transport in ("nccl", "ipc")
+    if whole_weights:
+        found.add("rollout.transport", f"{run_file.rollout.transport!r} sends whole weights, and an agent has lora; write auto")
     layout = None
     # Without ranks or devices every role would be wrong, and none by the user's mistake.
     if slots and machine:
@@ -82,12 +88,10 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
         resolve = partial(resolve_placement, run_file.placement, slots, agents=team, roles=[*roles, *others], devices=fields)
         layout = found.of(partial(resolve, device_kind=machine.kind))
     engines: list[EnginePlace] | None = None
-    if layout and machine:
-        sources = [beside(a.model, base) for a in run_file.agents]
-        policy = getattr(args, "comparator_policy", "current")
-        engines = found.of(
-            partial(engine_places, run_file.rollout, layout, sources, machine.kind, swaps=policy in ("history", "model"))
-        )
+    if layout and machine and not whole_weights:
+        sources = [source for source, _ in agents]
+        swaps = has_lora or getattr(args, "comparator_policy", "current") in ("history", "model")
+        engines = found.of(partial(engine_places, run_file.rollout, layout, sources, machine.kind, swaps=swaps))
     plans: dict[str, EnginePlan] = {}
     for role in roles:
         size = len(layout.ranks_of(role)) if layout else _written_size(run_file.placement, role)
@@ -125,16 +129,20 @@ def make_plan(
     machine: Machine,
 ) -> Plan:
     """The plan of a checked placement. `plans` has the DeepSpeed configuration of every role."""
-    sources = [beside(a.model, base) for a in run_file.agents]
-    sizes = {s: shape_of_model(s) for s in dict.fromkeys(sources)}
+    sources = [source for source, _ in agent_models(run_file, base)]
+    of_roles = {role: model_of(role, run_file, base)[0] for role in plans}
+    sizes = {s: shape_of_model(s) for s in dict.fromkeys([*sources, *of_roles.values()])}
     models = [sizes[s] for s in sources]
     # Comparators are rollout engines: their memory stands there.
-    rows = tuple(_role_row(run_file, layout, role, plans[role], models) for role in layout.roles if role in plans)
+    rows = tuple(
+        _role_row(run_file, base, layout, role, plans[role], sizes[of_roles[role]]) for role in layout.roles if role in plans
+    )
     dtypes = [r.dtype for r in rows if base_of(r.role) == "actor"]
     engine_dtype = run_file.rollout.dtype if run_file.rollout.dtype != "auto" else dtypes[0]
     memory, ranks = [], {}
     for group, members in layout.groups.items():
-        trainer = _trainer_memory([r for r in rows if r.group == group], plans, len(members), run_file.trainer_config)
+        own = [r for r in rows if r.group == group]
+        trainer = _trainer_memory(own, plans, len(members), run_file.trainer_config, machine.kind == "cpu")
         for rank in members:
             sampler = Memory()
             for e in engines:
@@ -145,7 +153,7 @@ def make_plan(
         known = worst.known and machine.device_bytes is not None and machine.kind != "cpu"
         fits = worst.peak <= estimate.USABLE * (machine.device_bytes or 0) if known else None
         memory.append(GroupMemory(group, worst, any(e.group == group for e in engines), fits))
-    edge_rows = _edge_rows(layout, engines, sources, models, engine_dtype, machine.kind)
+    edge_rows = _edge_rows(layout, engines, sources, rows, engine_dtype, machine.kind)
     hosts = [_host_memory(layout, host, ranks, engines, machine) for host in layout.hosts]
     notes = [*layout.notes, *dict.fromkeys(n for p in plans.values() for n in p.notes)]
     notes += _notes(run_file, sizes, plans, memory, hosts, machine)
@@ -237,16 +245,21 @@ def _written_size(placement: PlacementConfig | None, role: str) -> int | None:
 
 
 # --- rows
-def _role_row(run_file: RunFile, layout: Layout, role: str, plan: EnginePlan, models: Sequence[ModelShape]) -> RoleRow:
+def _role_row(run_file: RunFile, base: Path, layout: Layout, role: str, plan: EnginePlan, model: ModelShape) -> RoleRow:
     own = deepspeed_of(run_file.placement, role)
     value = own[1] if own else run_file.deepspeed
     name = value if isinstance(value, str) else "in the run file" if value is not None else "default"
-    return RoleRow(role, layout.roles[role].group, plan.stage, plan.dtype, name, models[index_of(role) or 0])
+    learning = None if base_of(role) in FROZEN else learning_of(role, run_file, base, model)
+    return RoleRow(role, layout.roles[role].group, plan.stage, plan.dtype, name, model, learning)
 
 
-def _trainer_memory(rows: Sequence[RoleRow], plans: Mapping[str, EnginePlan], ranks: int, args: Any) -> Memory:
-    """One rank of a group: its roles together, of whose graphs one is held at a time, or all with 'one_forward'."""
+def _trainer_memory(rows: Sequence[RoleRow], plans: Mapping[str, EnginePlan], ranks: int, args: Any, on_cpu: bool) -> Memory:
+    """One rank of a group: its roles together, of whose graphs one is held at a time, or all with 'one_forward'.
+
+    Adapters of a rank whose base is the same have it once, where they do not shard it.
+    """
     total, largest = Memory(), 0
+    bases: set[tuple[str, str]] = set()
     work = Work(args.max_tokens_per_micro_batch, args.logprob_chunk, args.gradient_checkpointing)
     for row in rows:
         config = plans[row.role].config
@@ -255,7 +268,12 @@ def _trainer_memory(rows: Sequence[RoleRow], plans: Mapping[str, EnginePlan], ra
             total.add(estimate.frozen(row.model, row.dtype, ranks, zero))
             continue
         sums = 4 if config.get("data_types", {}).get("grad_accum_dtype") in (None, "fp32") else 2
-        one = estimate.trained(row.model, row.dtype, ranks, zero, work, sums_bytes=sums)
+        base = (row.learning.base, row.dtype) if row.learning and row.learning.base and row.stage < 3 else None
+        one = estimate.trained(
+            row.model, row.dtype, ranks, zero, work, sums_bytes=sums, learning=row.learning, base_is_held=base in bases,
+            on_cpu=on_cpu,
+        )  # fmt: skip
+        bases |= {base} if base else set()
         if getattr(args, "margin_pass", "auto") != "one_forward":
             largest = max(largest, one.device.pop("activations", 0))
         total.add(one)
@@ -281,17 +299,18 @@ def _engine_memory(
 
 
 def _edge_rows(
-    layout: Layout, engines: Sequence[EnginePlace], sources: Sequence[str], models: Sequence[ModelShape], dtype: str, kind: str
+    layout: Layout, engines: Sequence[EnginePlace], sources: Sequence[str], roles: Sequence[RoleRow], dtype: str, kind: str
 ) -> tuple[EdgeRow, ...]:
-    rows, shapes = [], [shape_of(s) for s in sources]
+    rows, shapes, actors = [], [shape_of(s) for s in sources], {r.role: r for r in roles}
     turns = list(dict.fromkeys(shapes))
-    for edge in edges(layout, engines, len(models), kind):
+    for edge in edges(layout, engines, len(sources), kind):
         # Architectures take turns over the engines; weights of another one do not fit.
         if edge.engine.serves is None and shapes[edge.agent] != turns[edge.engine.index % len(turns)]:
             continue
-        lead = layout.ranks_of(f"actor.{edge.agent}")[0]
+        actor = actors[f"actor.{edge.agent}"]
+        lead = layout.ranks_of(actor.role)[0]
         near = layout.host(lead) == layout.host(edge.engine.ranks[0])
-        size = estimate.edge_bytes(models[edge.agent], dtype)
+        size = estimate.edge_bytes(actor.model, dtype, actor.learning.adapter if actor.learning else None)
         rows.append(EdgeRow(edge, near, size, estimate.edge_seconds(size, edge.transport, near)))
     return tuple(rows)
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from comlrl_ds.cluster.engine_places import Edge
 from comlrl_ds.cluster.hostfile import counted, ranges
 from comlrl_ds.cluster.layout import EnginePlace, Layout
-from comlrl_ds.planning.estimate import EDGE_RATES, PARTS, USABLE, Memory
-from comlrl_ds.planning.model_shapes import ModelShape
+from comlrl_ds.planning.estimate import EDGE_RATES, PARTS, USABLE, Learning, Memory
+from comlrl_ds.planning.model_shapes import ModelShape, short
 
 # More weight edges than these are one line for each agent, group and transport.
 LONGEST_EDGE_LIST = 12
@@ -20,7 +20,7 @@ LONGEST_EDGE_LIST = 12
 
 @dataclass(frozen=True)
 class RoleRow:
-    """What is known of a role: its model, and how DeepSpeed holds it."""
+    """What is known of a role: its model, how DeepSpeed holds it, and what of it learns (None: nothing, or unknown)."""
 
     role: str
     group: str
@@ -28,6 +28,15 @@ class RoleRow:
     dtype: str
     deepspeed: str
     model: ModelShape
+    learning: Learning | None = None
+
+    @property
+    def parameters(self) -> str:
+        """'135M', '135M, LoRA 2.44M', '135M, trained 577'."""
+        if self.learning is None or not self.learning.fixed:
+            return self.model.text
+        own = self.learning.adapter
+        return f"{self.model.text}, " + (f"LoRA {short(own)}" if own is not None else f"trained {short(self.learning.trained)}")
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class Plan:
     def _roles(self) -> Table:
         table = _table("roles", "role", "group", "ZeRO", "type", "DeepSpeed", "parameters", right=("ZeRO", "parameters"))
         for r in self.roles:
-            table.add_row(r.role, r.group, str(r.stage), r.dtype, r.deepspeed, r.model.text)
+            table.add_row(r.role, r.group, str(r.stage), r.dtype, r.deepspeed, r.parameters)
         return table
 
     def _edges(self) -> Table:

@@ -13,6 +13,7 @@ from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.references import beside, is_path
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.config.task import LoadedTask, check_tasks, load_task
+from comlrl_ds.planning.role_models import agent_models
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import PromptError, check_formatters, formatted
 from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
@@ -32,9 +33,11 @@ def check_task(run_file: RunFile, base: Path) -> dict[str, str]:
     task = found.of(partial(load_task, run_file.task, base))
     if run_file.rollout.backend == "vllm" and not vllm_is_installed():
         found.add("rollout.backend", "vLLM is not installed; install comlrl-ds[cpu] or comlrl-ds[gpu], or write transformers")
-    folders = [Path(beside(a.model, base)).expanduser() for a in run_file.agents]
-    for i, (folder, agent) in enumerate(zip(folders, run_file.agents)):
-        found.of(partial(_check_folder, folder, agent.model, f"agents.{i}.model"))
+    sources = [source for source, _ in agent_models(run_file, base)]
+    folders = [Path(source).expanduser() for source in sources]
+    for i, (folder, source, agent) in enumerate(zip(folders, sources, run_file.agents)):
+        named = agent.model if source == beside(agent.model, base) else source  # the base of a PEFT folder
+        found.of(partial(_check_folder, folder, named, f"agents.{i}.model"))
     limits = args.token_limits
     for i, (folder, new) in enumerate(zip(folders, limits)):
         if (folder / "config.json").is_file() and new >= (room := max_model_len(run_file.rollout, str(folder))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -83,8 +84,17 @@ class EngineClient(RolloutEngine):
     def calls(self) -> WeightClient:
         """The calls of a sync."""
 
+    # Whether it holds its base for good, and adapters beside it.
+    takes_adapters = False
+
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:
         """Sends the weights of this process, or those on disk, itself."""
+        if self.takes_adapters and policy.key == self.source:
+            started = time.perf_counter()
+            self.calls.start_weight_update()
+            self.probe = self.calls.finish_weight_update(policy.key)["probe"]  # the base, which it has
+            self.held, self.manifest = policy.key, None
+            return SyncReport(time.perf_counter() - started, 0)
         far = None if self.address.identity == self._identity else self.address.host
         self._sender = self._sender or HostSender(self.calls, self.source, far=far)
         self._sender.manifest = self.manifest

@@ -47,6 +47,7 @@ class VLLMServer:
         if settings["llm"]["weight_transfer_config"]["backend"] == "host":
             self.llm.init_weight_transfer_engine({"init_info": {}})
         self.engine = self.llm.llm_engine
+        self.adapter: Any = None  # vLLM's request of the adapter to compute with
         self.probe_rows: list[list[int]] = settings["probe"]
         self.submissions = 0
 
@@ -72,7 +73,7 @@ class VLLMServer:
                 min_tokens=min(sampling["min_new_tokens"], r["max_new_tokens"]),
                 logprobs=0 if sampling["logprobs"] else None,  # of the sampled token alone
             )
-            self.engine.add_request(f"{prefix}{k}", {"prompt_token_ids": r["prompt"]}, parameters)
+            self.engine.add_request(f"{prefix}{k}", {"prompt_token_ids": r["prompt"]}, parameters, lora_request=self.adapter)
         while self.engine.has_unfinished_requests():
             done = [[int(o.request_id.removeprefix(prefix)), *_sampled(o.outputs[0])] for o in self.engine.step() if o.finished]
             if done:
@@ -83,7 +84,8 @@ class VLLMServer:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-        outputs = self.llm.generate([{"prompt_token_ids": r} for r in rows], parameters, use_tqdm=False)
+        prompts = [{"prompt_token_ids": r} for r in rows]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False, lora_request=self.adapter)
         return [[d[t].logprob for d, t in zip(o.prompt_logprobs[1:], row[1:])] for o, row in zip(outputs, rows)]
 
     # The calls of a native weight transfer. A sync is start, any number of updates, finish.
@@ -186,7 +188,7 @@ def usage() -> dict[str, float]:
 
 
 CALLS = ("ready", "generate", "logprobs", "init_weight_transfer", "workers", "start_weight_update", "update_weights",
-         "finish_weight_update", "sleep", "wake", "usage")  # fmt: skip
+         "finish_weight_update", "adapters", "sleep", "wake", "usage")  # fmt: skip
 SERVERS = {"vllm": VLLMServer, "transformers": TransformersServer}
 
 
@@ -208,7 +210,7 @@ def serve() -> None:
     for listener in listeners:
         threading.Thread(target=accept, args=(listener,), daemon=True, name="accept").start()
     try:
-        server = SERVERS[settings["backend"]](settings)
+        server = _server(settings)
     except Exception as error:
         traceback.print_exc()
         _fail_start(peers, error)
@@ -224,6 +226,14 @@ def serve() -> None:
                 _answer(server, peer, port)
             except (EOFError, OSError):
                 peers.remove(peer)
+
+
+def _server(settings: dict[str, Any]) -> Any:
+    if settings["llm"].get("enable_lora"):
+        from comlrl_ds.rollout.adapter_server import AdapterServer
+
+        return AdapterServer(settings)
+    return SERVERS[settings["backend"]](settings)
 
 
 def _answer(server: Any, peer: Connection, port: int) -> None:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+# Ranks that vLLM has room for.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    """What adapters may take of an engine: their largest rank, the ends of their layers' names, and how many there are."""
+
+    rank: int
+    endings: tuple[str, ...]
+    policies: int
 
 
 def probe_rows(vocabulary: int) -> list[list[int]]:
@@ -13,12 +26,13 @@ def probe_rows(vocabulary: int) -> list[list[int]]:
 def engine_settings(
     source: str, *, device: str, dtype: str, max_model_len: int, max_num_seqs: int, kv_cache_bytes: int | None,
     gpu_memory_utilization: float, tensor_parallel: int = 1, transport: str = "host", sleeps: bool = False,
-    backend: str = "vllm",
+    backend: str = "vllm", adapters: AdapterRoom | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Back-end and arguments of an engine on this kind of device: for vLLM those of `vllm.LLM`.
 
     Args:
         transport: how weights reach it. sleeps: whether it gives its memory back while its devices train.
+        adapters: room for adapters, of which it takes its policies' in place of whole weights.
     """
     if backend == "transformers":
         return {"backend": backend, "llm": {"model": source, "dtype": dtype, "device": device}}
@@ -27,6 +41,14 @@ def engine_settings(
         "max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "weight_transfer_config": {"backend": transport},
         "disable_log_stats": True,
     }  # fmt: skip
+    if adapters:
+        settings |= {
+            "enable_lora": True, "max_loras": adapters.policies, "max_cpu_loras": adapters.policies,
+            "max_lora_rank": next((r for r in VLLM_RANKS if r >= adapters.rank), adapters.rank),
+            # Unless it is told which, vLLM wraps the head as well, which costs a gather for every step.
+            "lora_target_modules": list(adapters.endings),
+            "worker_extension_cls": "comlrl_ds.rollout.adapter_server.BoundLayers",
+        }  # fmt: skip
     if tensor_parallel > 1:
         settings |= {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": "mp"}
     if device == "cpu":

@@ -1,4 +1,12 @@
-"""vLLM's plug-in hook (`vllm.general_plugins`): makes our weight-transfer back-end known in every vLLM process."""
+"""vLLM's plug-in hook (`vllm.general_plugins`): makes our weight-transfer back-end, and where they are wanted our operators,
+known in every vLLM process.
+"""
+
+from __future__ import annotations
+
+import os
+
+SWITCH = "COMLRL_DS_GROUPED_LORA"
 
 
 def register() -> None:
@@ -8,3 +16,7 @@ def register() -> None:
     # The factory refuses a name twice, and offers no public question whether it knows one.
     if "host" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("host", "comlrl_ds.rollout.host_transfer", "HostWeightTransfer")
+    if os.environ.get(SWITCH):
+        from comlrl_ds.rollout.grouped_lora import install
+
+        install()

@@ -19,9 +19,10 @@ from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.engine_client import EngineClient, VLLMRollout
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
-from comlrl_ds.rollout.engine_settings import engine_settings, probe_rows
+from comlrl_ds.rollout.engine_settings import AdapterRoom, engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
 from comlrl_ds.rollout.http_rollout import HTTPRollout
+from comlrl_ds.rollout.plugin import SWITCH
 from comlrl_ds.rollout.pool import RolloutPool, Wanted
 from comlrl_ds.rollout.transfer import Target, send_live
 
@@ -75,18 +76,19 @@ class Engines:
 
     Args:
         config: the rollout section. sources: model folder of each agent. comparators: of each comparator with a model of
-            its own. swaps: whether engines will be given weights from disk.
+            its own. swaps: whether engines will be given weights from disk. adapters: room for adapters, which they take in
+            place of whole weights.
         cluster: arranged. device: "cpu" or "cuda". dtype: compute type of the engines, "bfloat16", "float16" or "float32".
         log: file for what the children print; None is their ranks' own output.
     """
 
     def __init__(
         self, config: RolloutConfig, sources: Sequence[str], *, cluster: Cluster, device: str, dtype: str,
-        log: Path | None = None, comparators: Sequence[str] = (), swaps: bool = False,
+        log: Path | None = None, comparators: Sequence[str] = (), swaps: bool = False, adapters: AdapterRoom | None = None,
     ) -> None:  # fmt: skip
         assert cluster.layout
         self._config, self._cluster, self._layout, self._dtype = config, cluster, cluster.layout, dtype
-        self._device = device
+        self._device, self._adapters = device, adapters
         self._pool: RolloutPool | None = None
         self._engines: list[RolloutEngine] = []
         self._transports: list[str] = []
@@ -131,6 +133,7 @@ class Engines:
                 max_num_seqs=config.max_num_seqs, kv_cache_bytes=config.kv_cache_bytes, transport=transport,
                 gpu_memory_utilization=config.gpu_memory_utilization, tensor_parallel=len(place.ranks),
                 sleeps=self._shares_devices(place, device), backend=config.backend,
+                adapters=self._adapters,
             )  # fmt: skip
             host = layout.host(place.ranks[0])
             builds[engine_role(place)] = call(
@@ -139,7 +142,8 @@ class Engines:
                 neighbours=sum(layout.host(p.ranks[0]) == host for p in self._places) * len(place.ranks),
                 threads=config.threads, log=str(log) if log else None,
                 probe=probe_rows(model_limits(source)[1]) if config.verify_sync else (),
-                start_timeout_s=config.start_timeout_s, far=far, environment=_environment(place, device, transport),
+                start_timeout_s=config.start_timeout_s, far=far,
+                environment=_environment(place, device, transport, self._adapters is not None),
             )  # fmt: skip
             hosts[engine_role(place)] = place.ranks[:1]
         self._cluster.create(builds, hosts)
@@ -173,6 +177,7 @@ class Engines:
                 address=address, identity=members[0].host.identity, timeout_s=self._config.timeout_s,
                 verify=self._config.verify_sync, ended=self._how_it_ended(role),
             )  # fmt: skip
+            engine.takes_adapters = self._adapters is not None
             engine.serves = _serves(place, self._layout.comparator_groups, self._agents)
             engine.wait_ready(found["probe"])
             engines.append(engine)
@@ -228,6 +233,8 @@ class Engines:
         if self._asleep:
             for engine in self._sleepers:
                 engine.calls.call("wake", tags=["weights", "kv_cache"])
+                if engine.takes_adapters:
+                    engine.held = engine.source  # its base; adapters come again
             self._asleep = False
 
     @property
@@ -314,13 +321,14 @@ def _source_of(place: EnginePlace, agents: Sequence[str], comparators: Sequence[
     return folders[place.index // len(shapes) % len(folders)]
 
 
-def _environment(place: EnginePlace, device: str, transport: str) -> dict[str, str]:
+def _environment(place: EnginePlace, device: str, transport: str, adapters: bool) -> dict[str, str]:
+    own = {SWITCH: "1"} if adapters and device == "cpu" else {}
     if transport == "ipc":
         return {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # memory handles of the trainer's ranks
     if device == "cpu" and len(place.ranks) > 1:
         # One list of cores per worker; left to itself, vLLM wants a memory node for each.
-        return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(k) for k in range(len(place.ranks)))}
-    return {}
+        return own | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(k) for k in range(len(place.ranks)))}
+    return own
 
 
 def cores() -> int:

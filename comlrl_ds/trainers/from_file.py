@@ -29,11 +29,14 @@ def build_trainer(
     kinds = (preference.MADPOTrainer, preference.MADPOIterTrainer, preference.MARLHFTrainer, preference.MARLHFIterTrainer)
     trainer: Any = next(kind for kind in kinds if kind.kind == run_file.trainer)
     args = run_file.trainer_config
-    for name in ("comparator_model_name", "comparator_agents", "reward_model_name"):  # as the agents' models
+    for name in ("comparator_model_name", "comparator_agents", "reward_model_name", "critic_model_name"):  # as agents' models
         value = getattr(args, name, None)
         if value is not None:
             found = beside(value, base) if isinstance(value, str) else [beside(v, base) for v in value]
             args = args.model_copy(update={name: found})
+    for name in ("reward_lora", "critic_lora"):
+        if (own := getattr(args, name, None)) is not None:
+            args = args.model_copy(update={name: _lora_beside(own, base)})
     return trainer(
         agents=list(agents) if agents else [beside(a.model, base) for a in run_file.agents],
         model_config={"dtype": run_file.dtype, "attn_implementation": run_file.attn_implementation},

@@ -15,6 +15,7 @@ warnings.filterwarnings("ignore")
 
 import group_cases as cases  # noqa: E402
 import torch  # noqa: E402
+from export_cases import export_case  # noqa: E402
 from reference import ETA, logprob, random_pairs, reference, relative  # noqa: E402
 from tiny import save_tiny_model, tiny_lm  # noqa: E402
 from value_cases import value_head_cases  # noqa: E402
@@ -306,6 +307,10 @@ def gather_case(bench: Bench) -> list[dict]:
     return rows
 
 
+def exported_case(bench: Bench) -> list[str]:
+    return export_case(bench, FOLDER)
+
+
 def overlap_case(bench: Bench) -> dict[str, float]:
     """Two actors in two groups are at work at the same time; two in one group take turns."""
     batch = random_pairs(2, 24, False, 3)
@@ -342,6 +347,7 @@ def main() -> None:
         uneven_counts,
         shard_case,
         gather_case,
+        exported_case,
         overlap_case,
     ):
         started = time.monotonic()

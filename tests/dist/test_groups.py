@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.engines.scalar import JointRewardModel
+from comlrl_ds.trainers.export import export_policy
 from launch import run_worker
 
 
@@ -118,6 +121,20 @@ def test_weights_are_never_sent_from_inside_a_gather(result):
     assert one["gathers"] == one["chunks"] > some["gathers"] > everything["gathers"] == everything["chunks"] == 1
     for row in result["gather_case"]:
         assert row["sends_in_gathers"] == 0 and row["same"], row
+
+
+def test_policies_come_out_of_a_checkpoint_of_two_ranks(result):
+    """In this one process; bit for bit what the engines write themselves, at ZeRO-3 and 1, in fp32 and bf16."""
+    assert len(result["exported_case"]) == 4
+    for run in map(Path, result["exported_case"]):
+        for agent, name in ((0, "model.safetensors"), (2, "adapter_model.safetensors")):
+            found = load_file(export_policy(run, agent, say=str) / name)
+            wanted = load_file(run / "live" / f"actor.{agent}" / name)
+            assert found.keys() == wanted.keys()
+            assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in wanted.items()), run
+        merged = export_policy(run, 2, merge=True, say=str)
+        _, info = AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 def test_actors_of_two_groups_work_at_the_same_time(result):

@@ -11,17 +11,18 @@ from pathlib import Path
 from comlrl_ds.rollout.base import PolicyWeights
 from comlrl_ds.rollout.engine_client import VLLMRollout
 from comlrl_ds.rollout.engine_process import EngineProcess
-from comlrl_ds.rollout.engine_settings import engine_settings, probe_rows
+from comlrl_ds.rollout.engine_settings import AdapterRoom, engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
+from comlrl_ds.rollout.plugin import SWITCH
 
 
-def start_engine(folder: Path, dtype: str, *, probe: bool = True) -> VLLMRollout:
+def start_engine(folder: Path, dtype: str, *, probe: bool = True, adapters: AdapterRoom | None = None) -> VLLMRollout:
     """A one-thread engine; `wait_ready` is the caller's, so that several start at the same time."""
     settings = engine_settings(
         str(folder), device="cpu", dtype=dtype, max_model_len=256, max_num_seqs=32, kv_cache_bytes=64 << 20,
-        gpu_memory_utilization=0.5,
+        gpu_memory_utilization=0.5, adapters=adapters,
     )  # fmt: skip
-    environment = engine_environment(os.environ, threads=1, devices=[])
+    environment = engine_environment(os.environ, threads=1, devices=[]) | ({SWITCH: "1"} if adapters else {})
     child = EngineProcess(settings, environment, probe=probe_rows(320) if probe else (), start_timeout_s=240)
     return VLLMRollout(child, timeout_s=120, verify=probe)
 

@@ -48,10 +48,10 @@ def madpo(folder: Path, model: Path, *, rounds: bool = False, args=None, **argum
 ROWS = [[5, 6, 7, 8, 9, 10], [300, 2, 17]]
 
 
-def live(t, agent: int) -> list[list[float]]:
+def live(t, agent: int, listed=None) -> list[list[float]]:
     """Log-probs of some rows by an actor."""
     role = t.session.actors[agent]
-    return t.cluster.run({role: call(PolicyEngine.token_logprobs, ROWS)})[role]
+    return t.cluster.run({role: call(PolicyEngine.token_logprobs, listed or ROWS)})[role]
 
 
 @torch.no_grad()

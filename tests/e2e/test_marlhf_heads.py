@@ -26,7 +26,7 @@ def test_actors_are_their_own_critics(tmp_path, tiny_model, critic_type):
     assert len({row["value/mean/agent_0"] for row in steps}) > 5  # they move
     for agent in range(2):
         folder = tmp_path / f"run/final/agent_{agent}"
-        head = load_file(folder / "scalar_head.safetensors")
+        head = load_file(folder / "value_head/scalar_head.safetensors")
         assert {name: tuple(x.shape) for name, x in head.items()} == {
             "0.weight": (8, 64), "0.bias": (8,), "2.weight": (1, 8), "2.bias": (1,),
         }  # fmt: skip
@@ -66,4 +66,4 @@ def test_a_model_object_may_have_a_head(tmp_path, tiny_model):
     given = {"agent_model": None, "agents": lms, "tokenizer": tiny_tokenizer(), "train_dataset": items()[:2]}
     with trainer(tmp_path / "run", tiny_model, args=HEADS | {"reward_model_name": str(tiny_model)}, **given) as t:
         t.train()
-    assert (tmp_path / "run/final/agent_1/scalar_head.safetensors").is_file()
+    assert (tmp_path / "run/final/agent_1/value_head/scalar_head.safetensors").is_file()

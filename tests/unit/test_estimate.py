@@ -7,7 +7,18 @@ from collections import Counter
 
 import pytest
 
-from comlrl_ds.planning.estimate import Memory, Work, activation_bytes, edge_seconds, engine, frozen, together, trained
+from comlrl_ds.planning.estimate import (
+    Learning,
+    Memory,
+    Work,
+    activation_bytes,
+    edge_bytes,
+    edge_seconds,
+    engine,
+    frozen,
+    together,
+    trained,
+)
 from comlrl_ds.planning.model_shapes import ModelShape, shape_of_config, shape_of_model
 
 GB = 10**9
@@ -55,7 +66,8 @@ def test_parameters_are_counted_from_the_config_as_in_the_model(tmp_path, name):
     config = CONFIGS[name]()
     config.save_pretrained(tmp_path)
     shape = shape_of_model(str(tmp_path))
-    assert shape == ModelShape(counted(config), 48, 3, 97, "config.json")
+    assert (shape.parameters, shape.hidden, shape.layers, shape.vocabulary) == (counted(config), 48, 3, 97)
+    assert shape.origin == "config.json" and shape.head == (0 if config.tie_word_embeddings else 97 * 48)
 
 
 def test_parameters_of_the_demo_model_and_of_a_nested_config():
@@ -77,7 +89,8 @@ def test_weight_files_win_over_the_config(tmp_path, model_folders):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | {"dtype": "float32"}))
     index = {"metadata": {"total_size": 4000}, "weight_map": {"a": "absent.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert shape_of_model(str(tmp_path)) == ModelShape(1000, 8192, 80, 128256, "weights")
+    head = 8192 * 128256
+    assert shape_of_model(str(tmp_path)) == ModelShape(1000, 8192, 80, 128256, "weights", inner=28672, head=head)
 
 
 def test_a_repository_is_looked_up_in_the_hubs_cache(tmp_path, monkeypatch):
@@ -112,36 +125,68 @@ def test_names_that_state_no_size(name):
 
 
 # --- memory by part
-SHAPE = ModelShape(1000, hidden=10, layers=4, vocabulary=100)
+SHAPE = ModelShape(1000, hidden=10, layers=4, vocabulary=100, inner=30)
 WORK = Work(tokens=50, chunk=20)
+# 12 copies of the hidden and 4 of the inner units for each token and layer; logits, softmax and their gradient of one chunk in
+# fp32; three gradients of the vocabulary's matrix, where that learns.
+FORWARD = 2 * 50 * 4 * (12 * 10 + 4 * 30) + 20 * 100 * 4 * 3
+KEPT = FORWARD + 3 * 2 * 100 * 10
 
 
 @pytest.mark.parametrize(
-    ("zero", "weights", "gradients", "optimizer", "host"),
+    ("zero", "weights", "gradients", "optimizer", "activations", "host"),
     [
-        ({"stage": 0}, 2000, 4000, 12000, 0),
-        ({"stage": 1}, 2000, 4000, 3000, 0),
-        ({"stage": 2}, 2000, 1000, 3000, 0),
-        ({"stage": 3}, 500, 1000, 3000, 0),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2000, 1000, 0, 3000),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 0, 1000, 0, 3500),
-        ({"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "none"}}, 500, 1000, 0, 0),
+        ({"stage": 0}, 2000, 6000, 12000, KEPT, 0),
+        ({"stage": 1}, 2000, 6000, 3000, KEPT, 0),
+        ({"stage": 2}, 2000, 1000, 3000, KEPT + 2 * 50, 0),
+        ({"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}, 2000, 1000, 3000, KEPT + 2 * 2 * 100, 0),
+        ({"stage": 2, "contiguous_gradients": False}, 2000, 1000, 3000, KEPT, 0),
+        ({"stage": 3}, 500, 1000 + 2 * 50, 3000, KEPT + 2000, 0),
+        ({"stage": 3, "stage3_max_live_parameters": 7}, 500, 1000 + 2 * 50, 3000, KEPT + 14, 0),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2000, 1000, 0, KEPT + 2 * 50, 3000),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            0, 1000 + 2 * 50, 0, KEPT + 2000, 3500,
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "none"}},
+            500, 1000 + 2 * 50, 0, KEPT + 2000, 0,
+        ),
     ],
-)
-def test_memory_of_a_trained_role_on_four_ranks(zero, weights, gradients, optimizer, host):
-    memory = trained(SHAPE, "bfloat16", 4, zero, WORK)
-    assert [memory.device[p] for p in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
+)  # fmt: skip
+def test_memory_of_a_trained_role_on_four_ranks(zero, weights, gradients, optimizer, activations, host):
+    memory = trained(SHAPE, "bfloat16", 4, {"reduce_bucket_size": 50} | zero, WORK)
+    found = [memory.device[p] for p in ("weights", "gradients", "optimizer", "activations")]
+    assert found == [weights, gradients, optimizer, activations]
     assert memory.host == host and memory.known
-    # 34 bytes per token, layer and unit; logits, softmax and their gradient of one chunk in fp32.
-    assert memory.device["activations"] == 34 * 50 * 4 * 10 + 20 * 100 * 4 * 3
+
+
+def test_buckets_that_nobody_filled_take_room_on_a_gpu_only():
+    sizes = [trained(SHAPE, "float32", 1, {"stage": 1}, WORK, on_cpu=c).device["gradients"] for c in (False, True)]
+    assert sizes[0] - sizes[1] == 4 * (500_000_000 - 1000)
+
+
+@pytest.mark.parametrize(("stage", "weights", "shared"), [(1, 2 * 1070, 2 * 70), (3, 2 * 1070 // 4, 2 * 70 // 4)])
+def test_what_learns_alone_has_gradients_and_optimizer(stage, weights, shared):
+    zero = {"stage": stage, "reduce_bucket_size": 50, "stage3_max_live_parameters": 7}
+    learning = Learning(70, fixed=1000, adapter=64)
+    one = trained(SHAPE, "bfloat16", 4, zero, WORK, learning=learning)
+    assert one.device["weights"] == weights and one.device["optimizer"] == 12 * 70 // 4
+    assert one.device["gradients"] == (6 * 70 if stage == 1 else 70 + 2 * 50)
+    assert one.device["activations"] == FORWARD + (0 if stage == 1 else 2 * 7)
+    other = trained(SHAPE, "bfloat16", 4, zero, WORK, learning=learning, base_is_held=True)
+    assert other.device["weights"] == shared and other.device["optimizer"] == one.device["optimizer"]
 
 
 def test_activations():
     vocabulary = 20 * 100 * 4 * 3
-    assert activation_bytes(SHAPE, "float32", WORK) == 2 * 34 * 50 * 4 * 10 + vocabulary
+    block = 12 * 10 + 4 * 30
+    assert activation_bytes(SHAPE, "float32", WORK) == 4 * 50 * 4 * (block - 2 * 10) + vocabulary
     checkpointed = Work(50, 20, checkpointing=True)
-    assert activation_bytes(SHAPE, "bfloat16", checkpointed) == 4 * 50 * 10 * 2 + 34 * 50 * 10 + vocabulary
-    assert activation_bytes(SHAPE, "float16", Work(50, 900)) == 34 * 50 * 4 * 10 + 50 * 100 * 4 * 3
+    assert activation_bytes(SHAPE, "bfloat16", checkpointed) == 2 * 50 * (4 * 10 + block) + vocabulary
+    assert activation_bytes(SHAPE, "float16", Work(50, 900)) == 2 * 50 * 4 * block + 50 * 100 * 4 * 3
+    unknown = ModelShape(1000, hidden=10, layers=4, vocabulary=100)
+    assert activation_bytes(unknown, "bfloat16", WORK) == 2 * 50 * 4 * (12 * 10 + 4 * 35) + vocabulary
 
 
 def test_memory_of_frozen_roles_and_of_engines():
@@ -166,6 +211,11 @@ def test_roles_and_engines_of_one_device_take_turns():
     assert offloaded.peak == 20  # both have their weights there while they are synced
     assert together(Memory(), sampler, take_turns=True) == Memory(sampler.device, 4, peak=10)
     assert not together(trainer, Memory(known=False), take_turns=True).known
+
+
+def test_bytes_of_a_weight_edge():
+    assert edge_bytes(SHAPE, "bfloat16") == 2000 and edge_bytes(ModelShape(None), "bfloat16") is None
+    assert edge_bytes(SHAPE, "bfloat16", adapter=64) == 4 * 64
 
 
 def test_seconds_of_a_weight_edge():

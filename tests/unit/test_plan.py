@@ -20,6 +20,7 @@ from comlrl_ds.config import ConfigError, load_run_file
 from comlrl_ds.planning import estimate, plan
 from comlrl_ds.planning.model_shapes import shape_of_config, shape_of_model
 from comlrl_ds.planning.plan import parse_devices, plan_run
+from comlrl_ds.planning.task_check import check_task
 
 GB = 10**9
 TEAM = """
@@ -79,14 +80,14 @@ placement:
 
 
 def test_groups_with_their_own_stages_and_what_fits(tmp_path):
-    made = planned(tmp_path, TEAM % ("x-1B", "x-1B") + PLACED, devices="5x16GB")
+    made = planned(tmp_path, TEAM % ("x-1B", "x-1B") + PLACED, devices="5x20GB")
     assert [(r.role, r.group, r.stage, r.deepspeed) for r in made.roles] == [
         ("actor.0", "left", 3, "in the run file"), ("actor.1", "right", 2, "default"),
     ]  # fmt: skip
     left, right, samplers = made.memory
     assert left.memory.device["weights"] == GB and right.memory.device["weights"] == 2 * GB
-    assert samplers.memory.device == {"vLLM weights": GB, "KV cache": 7 * GB}
-    # 18 bytes per parameter on one 16 GB device are too many; half of it on each of two is not.
+    assert samplers.memory.device == {"vLLM weights": GB, "KV cache": 9 * GB}
+    # 18 bytes per parameter and a forward on one 20 GB device are too many; half of it on each of two is not.
     assert [m.fits for m in made.memory] == [True, False, True]
     # One engine, two agents: through host memory, on the same machine.
     assert [(e.edge.agent, e.edge.transport, e.size, e.seconds) for e in made.edges] == [
@@ -108,8 +109,9 @@ def test_offloads_count_on_the_host(tmp_path):
     ds = f"deepspeed={{zero_optimization: {{stage: 3, offload_optimizer: {{device: cpu}}, offload_param: {disk}}}}}"
     made = planned(tmp_path, TEAM % ("x-1B", "x-1B"), ds, devices="2x80GB")
     # Two actors, each 12 bytes per parameter over two ranks; two ranks and one engine on each. Engines and actors take turns:
-    # 4 bytes per parameter of gradient sums, over two ranks, and every engine's 2 GB of weights wait on the host.
-    waiting = 2 * 4 * GB + 2 * 2 * GB
+    # 4 bytes per parameter of gradient sums, over two ranks, each actor's bucket of 500 million elements on each, and every
+    # engine's 2 GB of weights wait on the host.
+    waiting = 2 * 4 * GB + 2 * 2 * GB + 2 * 2 * GB
     assert made.hosts[0].needed == 2 * 12 * GB + waiting + 4 * estimate.PROCESS_BYTES and made.hosts[0].fits is None
     assert made.memory[0].memory.device["weights"] == made.memory[0].memory.device["optimizer"] == 0
     assert "actor.1: offload_param is on NVMe and in neither memory table" in made.notes
@@ -120,6 +122,102 @@ def test_an_unknown_size_leaves_question_marks(tmp_path):
     assert made.memory[0].fits is None and made.hosts[0].needed is None and made.edges[0].size is None
     text = shown(made)
     assert "?" in text and "org/mystery is not on this disk, and its name states no size" in text
+
+
+# --- LoRA
+LORA = """
+trainer: marlhf
+agents: [{model: %s, lora: {r: 4}}, {model: %s, lora: {target_modules: [q_proj, up_proj]}}]
+task: {dataset: comlrl_ds.tasks.explain:train_items, reward_func: comlrl_ds.tasks.explain:reward}
+args: {reference_kl_enabled: true, reward_lora: {r: 2, target_modules: [v_proj]}, rl_algorithm: maac}
+"""
+# Of the model folders: 64 hidden and 96 inner units, keys of 32, one block.
+ALL_LINEAR = 2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96)
+
+
+def test_adapters_learn_beside_a_base_that_a_rank_has_once(tmp_path, model_folders):
+    ds = "deepspeed={zero_optimization: {stage: 1, reduce_bucket_size: 1}}"
+    made = planned(tmp_path, LORA % (model_folders[0], model_folders[0]), ds)
+    n = shape_of_model(model_folders[0]).parameters
+    own = [4 * ALL_LINEAR, 8 * (64 + 64 + 64 + 96)]
+    rows = {r.role: r for r in made.roles}
+    assert rows.keys() == {"actor.0", "actor.1", "reward_model", "critic"}  # an adapter is its own reference
+    assert [rows[f"actor.{i}"].learning.adapter for i in range(2)] == own
+    # The vocabulary's head is untied here, and a scalar head stands in its place.
+    backbone, head = n - 61 * 64, 65
+    reward, critic = rows["reward_model"].learning, rows["critic"].learning
+    assert (reward.trained, reward.fixed, reward.adapter) == (2 * (64 + 32) + head, backbone, 2 * (64 + 32))
+    assert (critic.trained, critic.fixed, critic.adapter) == (backbone + head, 0, None)
+    device = made.memory[0].memory.device
+    learned = sum(own) + reward.trained + critic.trained
+    assert device["optimizer"] == 12 * learned and device["gradients"] == 4 * (learned + 4)
+    assert device["weights"] == 4 * (learned + n + backbone)
+    assert sorted({(e.edge.agent, e.size) for e in made.edges}) == [(0, 4 * own[0]), (1, 4 * own[1])]
+    text = shown(made)
+    assert f"LoRA {own[0] / 1000:.3g}K" in text and "LoRA 192" in text
+    sharded = planned(tmp_path, LORA % (model_folders[0], model_folders[0]), "deepspeed={zero_optimization: {stage: 3}}")
+    assert sharded.memory[0].memory.device["weights"] == 4 * (learned + 2 * n + backbone)
+
+
+def test_adapters_of_models_that_are_not_here(tmp_path):
+    text = LORA.replace("{r: 4}", "{r: 4, target_modules: [odd]}") % ("org/x-8B", "org/x-8B")
+    made = planned(tmp_path, text, "args.reward_model_name=org/x-1B", devices="1x80GB")
+    rows = {r.role: r for r in made.roles}
+    # As in a Llama of 8 billion: 32 blocks of 4096 hidden and 14336 inner units, with keys of a quarter.
+    every = 32 * (2 * 2 * 4096 + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert rows["actor.0"].learning.adapter == 4 * every  # no layer of that name is known
+    assert rows["actor.1"].learning.adapter == 8 * 32 * (4096 + 4096 + 4096 + 14336)
+    assert rows["reward_model"].model.parameters == 10**9 and rows["critic"].model.parameters == 8 * 10**9
+    assert "about 8B (guess), LoRA" in " ".join(shown(made).split())
+
+
+def test_an_agent_that_goes_on_from_an_adapter(tmp_path, model_folders):
+    import torch
+    from safetensors.torch import save_file
+
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model_folders[0]}))
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(7, 3)}, adapter / "adapter_model.safetensors")
+    text = LORA.replace(", lora: {r: 4}", "") % (adapter, model_folders[0])
+    made = planned(tmp_path, text)
+    n = shape_of_model(model_folders[0]).parameters
+    first = made.roles[0]
+    assert (first.learning.adapter, first.learning.fixed, first.model.parameters) == (36, n + 36, n)
+    assert "reference.0" not in [r.role for r in made.roles]
+    check_task(load_run_file(written(tmp_path, text), ["rollout.backend=transformers", "args.max_new_tokens=8"]), tmp_path)
+    text = LORA.replace("{r: 4}", "{adapter: nowhere}").replace("{r: 2, target_modules: [v_proj]}", "{adapter: adapter}")
+    found = problems(lambda: planned(tmp_path, text % tuple(model_folders)))
+    assert found == {"agents.0.lora.adapter": "'nowhere' is no PEFT folder"}
+
+
+def test_a_frozen_reward_backbone_trains_its_head(tmp_path, model_folders):
+    text = LORA.replace("reward_lora: {r: 2, target_modules: [v_proj]}", "reward_freeze_backbone: true")
+    made = planned(tmp_path, text % tuple(model_folders))
+    (reward,) = [r for r in made.roles if r.role == "reward_model"]
+    assert reward.learning.trained == 65 and reward.parameters.endswith("trained 65")
+
+
+def test_layers_that_no_model_has(tmp_path, model_folders):
+    text = LORA.replace("{r: 4}", "{target_modules: [qproj, q_proj, oproj]}").replace("[v_proj]", ".*query")
+    found = problems(lambda: planned(tmp_path, text % tuple(model_folders), "args.critic_lora={target_modules: [lm_head]}"))
+    ends = "q_proj, k_proj, v_proj, o_proj"
+    assert found.keys() == {
+        "agents.0.lora.target_modules",
+        "args.reward_lora.target_modules",
+        "args.critic_lora.target_modules",
+    }
+    assert found["agents.0.lora.target_modules"].startswith(
+        f"'qproj', 'oproj' name no layer of {model_folders[0]}; layers end in "
+    )
+    assert sorted(found["args.reward_lora.target_modules"].rpartition("end in ")[2].split(", ")) == sorted(
+        [*ends.split(", "), "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def test_whole_weights_are_not_sent_of_adapters(tmp_path, model_folders):
+    found = problems(lambda: planned(tmp_path, LORA % tuple(model_folders), "rollout.transport=nccl", devices="2x80GB"))
+    assert "sends whole weights, and an agent has lora" in found["rollout.transport"]
 
 
 def test_agents_of_different_architectures_have_engines_of_their_own(tmp_path):
@@ -152,7 +250,7 @@ def test_four_agents_of_70b_on_64_devices(tmp_path):
         assert device["vLLM weights"] + device["KV cache"] == 40 * GB
         assert [m.fits for m in made.memory] == [fits] * 4 and any("take turns" in note for note in made.notes)
         # Engines and actors take turns on the devices: who does not work waits on the host.
-        sizes = 8 * (4 * n // 16 + 2 * n // 16 + 12 * n // 16 + 2 * n // 8)
+        sizes = 8 * (4 * n // 16 + GB + 2 * n // 16 + 12 * n // 16 + 2 * n // 8)
         assert made.hosts[0].needed == sizes + 9 * estimate.PROCESS_BYTES
     assert "n0 … n7 (8)" in shown(made) and "g3" in shown(made)
     # Many edges are a line for each agent and group: here four agents, through the host, to engines near and far.

@@ -17,6 +17,7 @@ from comlrl_ds.cluster.layout import Layout
 from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.lora import LoraSettings, read_lora
+from comlrl_ds.config.lora_layers import check_lora
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import TRAINERS, RolloutConfig
@@ -27,6 +28,7 @@ from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_sam
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.preference.teams import agent_name
+from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.start import engine_places
 from comlrl_ds.runs.display import Display
@@ -158,6 +160,9 @@ class PreferenceTrainer:
         sources = found.of(partial(self._resolve, listed, tokenizer))
         setup = None
         if sources is not None:
+            for i, (source, own) in enumerate(zip(sources, self.lora)):
+                found.of(partial(check_lora, source, Path(source), own, f"agents.{i}.lora"))
+            found.of(partial(adapter_room, self.rollout, self._settings.device, sources, self.lora, comparators=False))
             parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
             setup = found.of(partial(set_up_team, *parts, centralized_comparator_adapter))
         self.train_dataset: Any = found.of(partial(as_sequence, train_dataset, "train_dataset"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from comlrl_ds.cluster import call
+from comlrl_ds.config.errors import Findings
+from comlrl_ds.config.lora_layers import check_lora
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.engines.heads import ValueHead
 from comlrl_ds.learners.madpo import NonFiniteError
@@ -70,6 +73,13 @@ class RewardAndPolicyLearning(Base):
         self._critic_sources = read_critic_sources(
             args, setup, self._critic_model, self._critic_list, self.run_dir.sources, is_object
         )
+        scalars = [(self._reward_source.folder, args.reward_lora, "args.reward_lora")]
+        critics = dict.fromkeys(self._critic_sources.folders if self._critic_sources else [])
+        scalars += [(folder, args.critic_lora, "args.critic_lora") for folder in critics]
+        found = Findings()
+        for folder, own, path in scalars:
+            found.of(partial(check_lora, folder, Path(folder), own, path, backbone=True))
+        found.raise_any()
 
     def _value_heads(self) -> list[ValueHead]:
         if not self.args.value_heads:

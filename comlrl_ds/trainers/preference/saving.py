@@ -109,7 +109,9 @@ def restore(checkpoint: Checkpoint, session: Session, reporter: Reporter) -> tup
         if saved != [ranks, stage]:
             was = "absent" if saved is None else f"on {saved[0]} ranks at ZeRO-{saved[1]}"
             message = f"{role} was {was} when {checkpoint.folder} was saved, and is on {ranks} at ZeRO-{stage} now"
-            raise ConfigError(Problem("placement", f"{message}; resume with the placement of then"))
+            way = f"take the policies out of it (comlrl-ds export RUN --agent i --checkpoint {checkpoint.folder})"
+            message = f"{message}; resume with the placement of then, or {way} and start a new run from them"
+            raise ConfigError(Problem("placement", message))
     reporter.restore(state["counters"])
     session.steps = int(state["steps"])
     evaluations = [(str(name), Evaluation(items, rewards)) for name, items, rewards in state["evaluations"]]

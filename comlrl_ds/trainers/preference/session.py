@@ -17,6 +17,7 @@ from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.preference.teams import agent_name
+from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
 from comlrl_ds.rollout.base import PolicyWeights, SyncReport
 from comlrl_ds.rollout.disk import mark_of, tensors_on_disk
@@ -113,9 +114,11 @@ class Session:
         compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
         self.rollout_dtype = compute if rollout.dtype == "auto" else rollout.dtype
         self.syncs: list[SyncReport] = []
+        lora = [a.settings if a else None for a in adapters]
         self._engines = Engines(
             rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
             comparators=comparators, swaps=swaps or any(adapters),
+            adapters=adapter_room(rollout, settings.device, sources, lora, bool(comparators)),
         )  # fmt: skip
         self._value_heads = list(value_heads)
         self.adapters: list[Adapter | None] = list(adapters) or [None] * len(sources)
