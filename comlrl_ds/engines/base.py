@@ -145,7 +145,7 @@ class ZeroEngine:
         yield from gathered(group, dtype)
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter as it is sent (`rollout.adapters`), in fp32 whatever the compute type."""
+        """The adapter as it is sent (`rollout.adapters`), in the compute type."""
         group: list[AdapterLayer] = []
         size = 0
         for layer in self._adapter:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.loading import adapted_base
-from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
+from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter, layers_of
 from comlrl_ds.rollout.disk import DiskTensors, tensors_on_disk
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def fingerprint(engine: PolicyEngine, start: str, dtype: str, adapter: str | Non
 
 
 def _of_adapter(tensors: dict[str, Tensor], base: str, dtype: str, adapter: str | None) -> tuple[int, float]:
-    old = dict(adapter_on_disk(adapter)) if adapter else {}
+    now, old = layers_of(tensors), layers_of(dict(adapter_on_disk(adapter))) if adapter else {}
     total, size = _of_base(base, dtype)
     moved = 0.0
-    for name in (n for n in tensors if n.endswith(".lora_A")):
-        layer = name.removesuffix(".lora_A")
-        b = torch.cat([tensors[f"{layer}.lora_B"], *([-old[f"{layer}.lora_B"]] if old else [])], 1).double()
-        a = torch.cat([tensors[name], *([old[name]] if old else [])]).double()
+    for layer, (a, b) in now.items():
+        if old:  # B A − B₀ A₀ is the product of both side by side
+            a, b = torch.cat([a, old[layer][0]]), torch.cat([b, -old[layer][1]], 1)
+        a, b = a.double(), b.double()
         moved += float(((a @ a.T) * (b.T @ b)).sum())  # ‖B A‖² without the product itself
     return (total + weights_hash(tensors.items(), "float32")) % (1 << HASH_BITS), math.sqrt(max(moved, 0.0) / size)
 

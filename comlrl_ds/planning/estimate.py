@@ -208,11 +208,10 @@ def edge_bytes(shape: ModelShape, dtype: str, adapter: int | None = None) -> int
     """Bytes that a weight edge carries; None: unknown.
 
     Args:
-        adapter: parameters of the adapter that is sent in place of the model, in fp32 whatever the type.
+        adapter: parameters of the adapter that is sent in place of the model.
     """
-    if adapter is not None:
-        return adapter * TYPE_BYTES["float32"]
-    return None if shape.parameters is None else shape.parameters * TYPE_BYTES[dtype]
+    sent = shape.parameters if adapter is None else adapter
+    return None if sent is None else sent * TYPE_BYTES[dtype]
 
 
 def edge_seconds(size: int | None, transport: str, same_host: bool) -> float | None:

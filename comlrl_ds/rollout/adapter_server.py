@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comlrl_ds.rollout.adapters import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
+from comlrl_ds.rollout.adapters import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE, layers_of
 from comlrl_ds.rollout.engine_server import VLLMServer
 
 
@@ -80,11 +80,10 @@ def write_adapter(tensors: dict[str, Any], folder: Path) -> int:
     import torch
     from safetensors.torch import save_file
 
-    layers = sorted({name.rpartition(".lora_")[0] for name in tensors})
-    rank = max(len(tensors[f"{layer}.lora_A"]) for layer in layers)
+    layers = layers_of(tensors)
+    rank = max(len(a) for a, _ in layers.values())
     state = {}
-    for layer in layers:
-        a, b = tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"]
+    for layer, (a, b) in layers.items():
         missing = rank - len(a)
         state[f"{PEFT_PREFIX}{layer}.lora_A.weight"] = torch.nn.functional.pad(a, (0, 0, 0, missing)).contiguous()
         state[f"{PEFT_PREFIX}{layer}.lora_B.weight"] = torch.nn.functional.pad(b, (0, missing)).contiguous()

@@ -1,5 +1,5 @@
-"""LoRA adapters on their way to engines. What is sent of a layer is A and scaling · B in fp32; the engine adds B · A to the
-base, which it reads from disk, so a sync carries the adapter alone.
+"""LoRA adapters on their way to engines. What is sent of a layer is A and B in the type they are computed in, and the scaling;
+the engine adds scaling · B A to the base, which it has, so a sync carries the adapter alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+# After a layer's name: what is sent of it.
+A, B, SCALE = ".lora_A", ".lora_B", ".lora_scale"
 # What PEFT writes before the names of the model in it.
 PEFT_PREFIX = "base_model.model."
 
@@ -30,16 +32,24 @@ def base_of(folder: str | Path) -> str | None:
 
 
 def wire(layer: str, a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of one layer, so that B · A is the change of its weight as it stands on disk.
+    """(name, tensor) of one layer, so that scaling · B A is the change of its weight as it stands on disk.
 
     Args:
         a, b: as peft holds them, [r, in] and [out, r]. transposed: the weight is [in, out], as in GPT-2.
     """
-    b, a = b.detach().float() * scaling, a.detach().float()
+    import torch
+
     if transposed:
         a, b = b.T, a.T
-    yield f"{layer}.lora_A", a.contiguous()
-    yield f"{layer}.lora_B", b.contiguous()
+    yield layer + A, a.detach().contiguous()
+    yield layer + B, b.detach().contiguous()
+    yield layer + SCALE, torch.tensor([scaling], dtype=torch.float32)
+
+
+def layers_of(sent: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, scaling · B) in fp32 of every layer that was sent."""
+    names = [name.removesuffix(A) for name in sent if name.endswith(A)]
+    return {n: (sent[n + A].float(), sent[n + B].float() * sent[n + SCALE].item()) for n in names}
 
 
 def adapter_on_disk(folder: str) -> Iterator[tuple[str, Tensor]]:
@@ -81,12 +91,11 @@ def merged(base: str, adapter: Mapping[str, Tensor], dtype: torch.dtype) -> Iter
     """
     if not (Path(base) / "config.json").is_file():
         raise ValueError(f"the base of the adapter, {base!r}, is not on this machine")
-    left = {name.rpartition(".lora_")[0] for name in adapter}
+    left = layers_of(adapter)
     for name, tensor in tensors_on_disk(base):
-        layer = name.removesuffix(".weight")
-        if layer in left:
-            left.remove(layer)
-            tensor = tensor.float() + adapter[f"{layer}.lora_B"] @ adapter[f"{layer}.lora_A"]
+        if (found := left.pop(name.removesuffix(".weight"), None)) is not None:
+            a, b = found
+            tensor = tensor.float() + b @ a
         yield name, tensor.to(dtype)
     if left:
         raise ValueError(f"{base!r} has no layer {min(left)!r}, which the adapter changes")

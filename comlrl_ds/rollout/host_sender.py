@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from comlrl_ds.rollout.adapters import SCALE, A, B
 from comlrl_ds.rollout.base import PolicyWeights, RolloutError, SyncReport
 from comlrl_ds.rollout.outbox import Outbox, room
 
@@ -144,7 +145,7 @@ def _check_names(policy: str, before: Manifest | None, now: Manifest) -> None:
 
 
 def _is_adapter(manifest: Manifest) -> bool:
-    return next(iter(manifest)).endswith((".lora_A", ".lora_B"))
+    return next(iter(manifest)).endswith((A, B, SCALE))
 
 
 def stream(policy: PolicyWeights) -> Iterable[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import policy_of, start_engine
 from marlhf_runs import rows
-from test_lora import ADAPTER_ELEMENTS, live, madpo
+from test_lora import ADAPTER_BYTES, live, madpo
 from test_weight_sync import ROWS, largest_gap, trainer_logprobs
 from tiny import save_tiny_model, tiny_lm
 
@@ -77,7 +77,8 @@ def synced(tmp_path_factory):
             assert got != unchanged
             ids.append(engine.calls.call("adapters"))
             samples.append(sampled(engine))
-            bytes_sent.append((report.bytes, 4 * sum(p.numel() for n, p in lm.named_parameters() if "lora_" in n)))
+            layers = sum("lora_A" in n for n, _ in lm.named_parameters())
+            bytes_sent.append((report.bytes, 4 * (layers + sum(p.numel() for n, p in lm.named_parameters() if "lora_" in n))))
         engine.takes_adapters = True
         assert engine.sync_weights(PolicyWeights("agent_1", str(base), str(base))).bytes == 0
         assert engine.prompt_logprobs(ROWS) == unchanged
@@ -119,7 +120,7 @@ def test_rounds_sample_with_adapters(tmp_path, tiny_model):
     assert max(largest_gap(a, b) for a, b in zip(said, trained)) < 1e-3
     assert rows(tmp_path / "run", "rollout/logprob_gap")[-1]["rollout/logprob_gap"] < 1e-4
     sent = {row["rollout/sync_bytes"] for row in rows(tmp_path / "run", "rollout/sync_bytes")}
-    assert sent == {0, 4 * ADAPTER_ELEMENTS}
+    assert sent == {0, ADAPTER_BYTES}
 
 
 def test_what_holds_no_adapters_is_said_at_once(tmp_path, tiny_model):

@@ -28,6 +28,7 @@ from comlrl_ds.trainers.preference import (
 
 LORA = {"r": 4, "lora_alpha": 16}
 ADAPTER_ELEMENTS = 2 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 128) * 3)  # two blocks: q and o, k and v, the MLP
+ADAPTER_BYTES = 4 * ADAPTER_ELEMENTS + 14 * 4  # fp32, and a scaling for each layer
 ARGS = {
     "num_agents": 2, "preference_num_candidates": 4, "preference_pairs_per_sample": 2, "max_new_tokens": 8, "temperature": 1.0,
     "top_p": 1.0, "top_k": None, "num_train_epochs": 1, "train_batch_size": 4, "agent_learning_rate": 3e-3, "eval_interval": 1,
@@ -98,7 +99,7 @@ def test_only_adapters_learn_beside_one_base_for_both(shot, tiny_model):
 def test_a_sync_carries_the_adapter_alone_and_the_engine_agrees(shot):
     run, *_ = shot
     sent = [row["rollout/sync_bytes"] for row in rows(run, "rollout/sync_bytes")]
-    assert sent and set(sent) == {4 * ADAPTER_ELEMENTS}
+    assert sent and set(sent) == {ADAPTER_BYTES}
     assert rows(run, "rollout/logprob_gap")[0]["rollout/logprob_gap"] < 1e-5
 
 

@@ -71,6 +71,7 @@ def test_layers_whose_weights_are_transposed(tmp_path):
 
 def test_what_does_not_fit_is_said(tmp_path, tiny_model):
     sent = {"model.layers.9.q_proj.lora_A": torch.zeros(2, 64), "model.layers.9.q_proj.lora_B": torch.zeros(64, 2)}
+    sent["model.layers.9.q_proj.lora_scale"] = torch.ones(1)
     with pytest.raises(ValueError, match=r"no layer 'model\.layers\.9\.q_proj'"):
         list(merged(str(tiny_model), sent, torch.float32))
     with pytest.raises(ValueError, match="is not on this machine"):

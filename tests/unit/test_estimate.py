@@ -215,7 +215,7 @@ def test_roles_and_engines_of_one_device_take_turns():
 
 def test_bytes_of_a_weight_edge():
     assert edge_bytes(SHAPE, "bfloat16") == 2000 and edge_bytes(ModelShape(None), "bfloat16") is None
-    assert edge_bytes(SHAPE, "bfloat16", adapter=64) == 4 * 64
+    assert edge_bytes(SHAPE, "bfloat16", adapter=64) == 2 * 64
 
 
 def test_seconds_of_a_weight_edge():
