@@ -17,7 +17,7 @@ from launch import run_worker
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    return run_worker("group_worker.py", tmp_path_factory.mktemp("groups"), ranks=3)
+    return run_worker("group_worker.py", tmp_path_factory.mktemp("groups"), ranks=3, timeout=900)
 
 
 def test_gradient_equals_the_two_pass_reference(result):
