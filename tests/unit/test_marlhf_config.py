@@ -40,6 +40,8 @@ ADDITIONS = {
     "reward_eval_fraction": 0.1,
     "importance_correction": "none",
     "importance_clip": 2.0,
+    "reward_lora": None,
+    "critic_lora": None,
 }
 ROUNDS = {"num_train_epochs": 2, "reward_num_train_epochs": 2, "preference_scoring_reward": "task"}
 REINFORCE = {"magrpo": "mean", "mareinforce": "raw", "maremax": "max", "marloo": "rloo"}

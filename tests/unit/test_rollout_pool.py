@@ -106,6 +106,8 @@ def test_weights_that_a_sleep_dropped_are_sent_again_before_the_next_sample(mode
     class GPUEngine(TransformersRollout):
         """Sleeps as vLLM does on a GPU."""
 
+        takes_adapters = False
+
         def call(self, name, **options):
             if name == "sleep" and options["level"] == 2:
                 with torch.no_grad():
@@ -128,3 +130,8 @@ def test_weights_that_a_sleep_dropped_are_sent_again_before_the_next_sample(mode
     engines.wake()
     assert [c.ids for c in generate(pool, requests, [policy])] == [c.ids for c in before]
     assert syncs == [policy.key] * resent
+    # Of an engine with adapters the base is what is sure to be there.
+    engine.takes_adapters, engine.held = True, "agent_0@3"
+    engines.sleep()
+    engines.wake()
+    assert engine.held == engine.source
