@@ -61,7 +61,8 @@ def test_rounds_leave_their_files_and_metrics(walked, name):
             assert len(pair["prompts"]) == (1 if name == "centralized" else 2)
         assert row["iter/drift/agent_0"] > (rows[number - 2]["iter/drift/agent_0"] if number > 1 else 0) * 0.5
     assert rows[0]["iter/drift/agent_0"] > 0
-    assert (run / "final" / "agent_0" / "model.safetensors").exists()
+    weights = "adapter_model" if name == "iter_lora" else "model"
+    assert (run / "final" / "agent_0" / f"{weights}.safetensors").exists()
 
 
 def hashes(row: dict, what: str) -> list[int]:
