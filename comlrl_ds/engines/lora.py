@@ -105,19 +105,19 @@ def anchored(model: nn.Module) -> Iterator[None]:
     # peft turns gradients of adapters on and off when it switches them, which breaks DeepSpeed's hooks.
     flags = [(p, p.requires_grad) for layer in layers for p in layer.parameters()]
     starts = any(START in layer.lora_A for layer in layers)
-    try:
+
+    def compute(learned: bool) -> None:
         for layer in layers:
             if starts:
-                layer.set_adapter(START)
+                layer.set_adapter(ADAPTER if learned else START)
             else:
-                layer.enable_adapters(False)
+                layer.enable_adapters(learned)
+
+    try:
+        compute(learned=False)
         yield
     finally:
-        for layer in layers:
-            if starts:
-                layer.set_adapter(ADAPTER)
-            else:
-                layer.enable_adapters(True)
+        compute(learned=True)
         for p, flag in flags:
             p.requires_grad_(flag)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import marlhf_runs
 import pytest
 import torch
+from marlhf_runs import rows
 from tasks_for_tests import items, letters, text
 from tiny import tiny_lm, tiny_tokenizer
 
@@ -17,33 +19,15 @@ from comlrl_ds.trainers.preference import (
     MADPOConfig,
     MADPOTrainer,
     MARLHFConfig,
-    MARLHFIterConfig,
-    MARLHFIterTrainer,
     MARLHFTrainer,
 )
 
-ARGS = {
-    "num_agents": 2, "preference_num_candidates": 4, "preference_pairs_per_sample": None, "max_new_tokens": 8,
-    "temperature": 1.0, "top_p": 1.0, "top_k": None, "num_train_epochs": 1, "rollout_buffer_size": 2, "num_generations": 4,
-    "agent_learning_rate": 1e-3, "reward_learning_rate": 1e-3, "reward_train_batch_size": 4, "reward_num_train_epochs": 3,
-    "reward_eval_fraction": 0.25, "eval_interval": 0, "eval_num_samples": 4,
-}  # fmt: skip
 BACKENDS = ("magrpo", "mareinforce", "marloo", "maremax")
 
 
-def trainer(folder: Path, model: Path, *, rounds: bool = False, args=None, **arguments):
-    kind, config = (MARLHFIterTrainer, MARLHFIterConfig) if rounds else (MARLHFTrainer, MARLHFConfig)
-    given = {
-        "agent_model": str(model), "train_dataset": items()[:5], "eval_dataset": items(), "reward_func": letters,
-        "formatters": text, "run_dir": folder, "seed": 5, "verbose": False, "model_config": {"dtype": "float32"},
-        "rollout": {"backend": "transformers", "max_model_len": 128},
-    }  # fmt: skip
-    return kind(args=config(**(ARGS | (args or {}))), **(given | arguments))
-
-
-def rows(folder: Path, name: str) -> list[dict]:
-    found = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in found if name in row]
+def trainer(folder: Path, model: Path, *, args=None, **arguments):
+    """A trainer whose reward model sees the pairs three times."""
+    return marlhf_runs.trainer(folder, model, args={"reward_num_train_epochs": 3} | (args or {}), **arguments)
 
 
 @pytest.fixture(scope="module")
