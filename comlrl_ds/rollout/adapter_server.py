@@ -28,13 +28,11 @@ class AdapterServer(VLLMServer):
         self._arriving = {}
 
     def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
-        from comlrl_ds.rollout.chunks import opened, view
+        from comlrl_ds.rollout.chunks import copies
 
         if not update_info.get("base"):
             raise ValueError("whole weights for an engine that takes adapters; write rollout.lora: merge")
-        with opened(update_info) as buffer:
-            self._arriving |= {name: view(buffer, *rest).clone() for name, *rest in update_info["tensors"]}
-            del buffer
+        self._arriving |= copies(update_info, update_info["tensors"])
 
     def finish_weight_update(self, say: Callable[[Any], None], version: str) -> dict[str, Any]:
         if version != self._base and version not in self._held:

@@ -29,6 +29,14 @@ def opened(place: dict[str, Any]) -> Iterator[torch.Tensor]:
     yield buffer
 
 
+def copies(place: dict[str, Any], tensors: list[list[Any]]) -> dict[str, torch.Tensor]:
+    """The tensors of a chunk, by name, that outlive it. Args: as `opened`, and [name, dtype, shape, byte offset] of each."""
+    with opened(place) as buffer:
+        found = {name: view(buffer, *rest).clone() for name, *rest in tensors}
+        del buffer
+    return found
+
+
 def view(buffer: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
     """One tensor of a chunk, without copying it."""
     dtype = getattr(torch, dtype_name)

@@ -152,14 +152,13 @@ class TransformersServer:
         self.loaded, self.adapter = set(), {}
 
     def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
-        from comlrl_ds.rollout.chunks import opened, view
+        from comlrl_ds.rollout.chunks import copies, opened, view
 
+        if update_info.get("base"):
+            self.base = update_info["base"]
+            self.adapter |= copies(update_info, update_info["tensors"])
+            return
         with opened(update_info) as buffer:
-            if update_info.get("base"):
-                self.base = update_info["base"]
-                self.adapter |= {name: view(buffer, *rest).clone() for name, *rest in update_info["tensors"]}
-                del buffer
-                return
             self.loaded |= self.rollout.load((name, view(buffer, *rest)) for name, *rest in update_info["tensors"])
             del buffer
 

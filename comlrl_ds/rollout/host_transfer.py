@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader import reload as layerwise
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from comlrl_ds.rollout.adapters import merged
-from comlrl_ds.rollout.chunks import opened, view
+from comlrl_ds.rollout.chunks import copies, opened, view
 
 
 @dataclass
@@ -61,12 +61,11 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update: HostUpdate) -> None:
+        if update.base:  # small, and merged when it is whole
+            self._base = update.base
+            self._adapter |= copies(update.place, update.tensors)
+            return
         with opened(update.place) as buffer:
-            if update.base:  # small, and merged when it is whole
-                self._base = update.base
-                self._adapter |= {name: view(buffer, *rest).clone() for name, *rest in update.tensors}
-                del buffer
-                return
             loaded = self.model.load_weights((name, view(buffer, *rest)) for name, *rest in update.tensors)
             self._loaded |= set(loaded or ())
             _release_views(self.model)
