@@ -36,10 +36,12 @@ def build_scalar(
     return ScalarEngine(seat.role, model, copy.deepcopy(plan))
 
 
-def build_reference(seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, chunk: int) -> FrozenEngine:
+def build_reference(
+    seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, layout: str, chunk: int
+) -> FrozenEngine:
     """A frozen policy's engine, for `Cluster.create`."""
     lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, False, False)
-    return FrozenEngine(seat.role, lm, plan, chunk=chunk, device=seat.device)
+    return FrozenEngine(seat.role, lm, plan, layout=layout, chunk=chunk, device=seat.device)
 
 
 def build_policy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +17,19 @@ from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.heads import VALUE_HEAD, save_head
 from comlrl_ds.engines.lora import anchored, save_adapter
-from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs, fit_to_model, inputs_of
+from comlrl_ds.engines.scorer import PROBE_TOLERANCE, Scorer, completion_logprobs, fit_to_model, inputs_of
 from comlrl_ds.maths.advantages import importance_weights
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
-from comlrl_ds.maths.packing import Layout, PairTokens, pack, pack_sequences, row_length, share_out
-
-# Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
-PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+from comlrl_ds.maths.packing import Completions, Layout, PairTokens, pack, pack_sequences, row_length, share_out
 
 
 @dataclass
 class _Graph:
-    """The open forward of this rank: its pairs, their token log-probs, whose each of those is, and what it counts beside its
-    side's weight; values, and the sides (2 · pair + side) that they are of.
+    """The open forward of this rank: what its sides are among those of all ranks, token log-probs, whose each of those is, and
+    what it counts beside its side's weight; values, and the sides that they are of.
     """
 
-    pairs: list[int]
+    sides: list[int]
     logprobs: Tensor
     side: Tensor
     ratios: Tensor | None
@@ -83,42 +81,45 @@ class PolicyEngine(ZeroEngine):
         Returns:
             [pairs][2], and the padded tokens of all ranks' forwards.
         """
-        found = self._score(pairs, score_last_token, grad, [], None, None)
+        found = self._score([p.group(score_last_token) for p in pairs], grad, [], None, None)
         return found["sums"], found["tokens"]
 
     def score_samples(
-        self, pairs: Sequence[PairTokens], grad: bool, sampled: Sequence[Sequence[Sequence[float]]] = (),
+        self, groups: Sequence[Completions], grad: bool, sampled: Sequence[Sequence[Sequence[float]]] = (),
         clip: float | None = None, critic_type: str | None = None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Summed log-probs of sampled completions, two of a prompt at a time, every token counted; see `score_pairs`.
+        """Summed log-probs of sampled completions, every token counted; see `score_pairs`.
 
         Args:
-            sampled: [pairs][2][tokens] log-probs in the engine that sampled them, or nothing.
+            sampled: [groups][completions][tokens] log-probs in the engine that sampled them, or nothing.
             clip: tokens learn with the weight min(p / p_engine, clip), p of this forward and a constant; None: with 1.
             critic_type: "v" values the prompts, "q" the completions' ends; None values nothing.
 
         Returns:
-            "sums" [pairs][2], "tokens" as above, "values" [pairs][2] (0 where there is no completion), and "gap": Σ |log p −
-            log p_engine| over the tokens whose p_engine is known, and their number.
+            "sums" [groups][completions], "values" likewise, "tokens" as above, and "gap": Σ |log p − log p_engine| over the
+            tokens whose p_engine is known, and their number.
         """
-        return self._score(pairs, True, grad, sampled, clip, critic_type)
+        return self._score(groups, grad, sampled, clip, critic_type)
 
     def _score(
-        self, pairs: Sequence[PairTokens], score_last_token: bool, grad: bool, sampled: Sequence[Sequence[Sequence[float]]],
-        clip: float | None, critic_type: str | None,
+        self, groups: Sequence[Completions], grad: bool, sampled: Sequence[Sequence[Sequence[float]]], clip: float | None,
+        critic_type: str | None,
     ) -> dict[str, Any]:  # fmt: skip
         if critic_type == "q":
             # A completion's last token is no input of its log-probs, but its value is that of this token: one more follows.
-            pairs = [PairTokens(p.prompt, *((*c, 0) if len(c) else () for c in (p.winner, p.loser))) for p in pairs]
-        shares = share_out([row_length(p, score_last_token) for p in pairs], self.world_size)
+            groups = [(prompt, [(*c, 0) if len(c) else () for c in completions]) for prompt, completions in groups]
+        shares = share_out([row_length(g) for g in groups], self.world_size)
         own = shares[self.rank]
         # At ZeRO-3 every call of a module is a collective, so all ranks call the head as often as the one with most tokens.
-        scored = [sum(len(side) for k in share for side in pairs[k].scored(score_last_token)) for share in shares]
+        scored = [sum(len(c) for k in share for c in groups[k][1]) for share in shares]
         parts = max(parts_for(n, self.scorer.chunk) for n in scored)
-        packed = pack([pairs[k] for k in own], layout=self.layout, score_last_token=score_last_token)
-        places = _places(packed.side, 2 * len(own), critic_type)
+        sizes = [len(completions) for _, completions in groups]
+        starts = [0, *itertools.accumulate(sizes)]
+        mine = [side for k in own for side in range(starts[k], starts[k + 1])]  # what this rank's sides are among all
+        packed = pack([groups[k] for k in own], self.layout)
+        places = _places(packed.side, len(mine), critic_type)
         if critic_type == "q":
-            packed.side[list(places.values())] = 2 * len(own)
+            packed.side[list(places.values())] = len(mine)
         batch = packed.to(self.device)
         extra: dict[str, Any] = {}
         if critic_type is not None:
@@ -126,65 +127,68 @@ class PolicyEngine(ZeroEngine):
         with torch.set_grad_enabled(grad):
             found = self._engine(**inputs_of(batch), parts=parts, **extra)
         logprobs, values = (found, None) if critic_type is None else found
-        whole = torch.zeros(4 * len(pairs) + 3, dtype=torch.float64, device=self.device)
-        sums = sum_by_side(logprobs.detach(), batch.side, len(own) + 1)[: len(own)]
-        whole[: 2 * len(pairs)].view(-1, 2)[own] = sums.double()
+        whole = torch.zeros(2 * starts[-1] + 3, dtype=torch.float64, device=self.device)
+        sums, of_values, rest = whole.split([starts[-1], starts[-1], 3])
+        sums[mine] = sum_by_side(logprobs.detach(), batch.side, len(mine) + 1)[:-1].double()
         if values is not None and places:
-            at = torch.tensor([2 * own[s // 2] + s % 2 for s in places], device=self.device)
-            whole[2 * len(pairs) :][at] = values.detach().double()
+            of_values[[mine[side] for side in places]] = values.detach().double()
         ratios = None
         if len(sampled):
-            ratios, gaps = _beside_engine(logprobs.detach(), batch.side, [sampled[k] for k in own], clip)
-            whole[-3], whole[-2] = gaps.sum(), len(gaps)
-        whole[-1] = packed.padded_tokens
+            ratios, gaps = _beside_engine(logprobs.detach(), batch.side, len(mine), [sampled[k] for k in own], clip)
+            rest[0], rest[1] = gaps.sum(), len(gaps)
+        rest[2] = packed.padded_tokens
         if grad:
-            self._graph = _Graph(own, logprobs, batch.side, ratios, values, list(places))
+            self._graph = _Graph(mine, logprobs, batch.side, ratios, values, list(places))
         if self.world_size > 1:
-            torch.distributed.all_reduce(whole)  # every pair is one rank's, so this adds zeros: exact
+            torch.distributed.all_reduce(whole)  # every completion is one rank's, so this adds zeros: exact
         tick()
-        sides = whole[:-3].view(2, -1, 2).tolist()
-        return {"sums": sides[0], "values": sides[1], "gap": [float(whole[-3]), int(whole[-2])], "tokens": int(whole[-1])}
+        by_group = [[part.tolist() for part in flat.split(sizes)] for flat in (sums, of_values)]
+        return {"sums": by_group[0], "values": by_group[1], "gap": [float(rest[0]), int(rest[1])], "tokens": int(rest[2])}
 
     def values(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The value head's value of each row of token ids, at its last token; a collective of the group."""
-        found = self._score([PairTokens(row, (0,), ()) for row in rows], True, False, [], None, "v")
-        return [value for value, _ in found["values"]]
+        found = self._score([(row, [(0,)]) for row in rows], False, [], None, "v")
+        return [value for (value,) in found["values"]]
 
     @torch.no_grad()
     def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p of every token of a row but its first."""
         batch = pack_sequences(rows).to(self.device)
         scores = self._engine(**inputs_of(batch))
-        return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
+        return [scores[batch.side == k].tolist() for k in range(len(rows))]
 
-    def completion_logprobs(self, rows: Sequence[Completed]) -> list[list[float]]:
-        """log p of every token of each completion; a collective of the group, whose ranks share the rows out."""
-        return completion_logprobs(self._engine, self.scorer.chunk, rows, self.rank, self.world_size, self.device)
+    def completion_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
+        """log p of every token of each completion; a collective of the group, whose ranks share the prompts out."""
+        return completion_logprobs(
+            self._engine, self.scorer.chunk, groups, self.layout, self.rank, self.world_size, self.device
+        )
 
-    def anchor_logprobs(self, rows: Sequence[Completed]) -> list[list[float]]:
+    def anchor_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
         """The same by the policy as it was at first: with LoRA that is this model without what it has learned."""
         with anchored(self.scorer):
-            return self.completion_logprobs(rows)
+            return self.completion_logprobs(groups)
 
     # --- learning
     def backward(self, weights: Sequence[Sequence[float]], value_weights: Sequence[Sequence[float]] = ()) -> None:
-        """Gradient of Σ weights · log-probs + Σ value_weights · values over the pairs that were scored last, added to the
+        """Gradient of Σ weights · log-probs + Σ value_weights · values over what was scored last, added to the
         step's.
 
         One backward per forward: at ZeRO-3 two open forwards with two backwards give silently wrong gradients.
 
         Args:
-            weights, value_weights: [pairs][2], ∂loss/∂log-prob and ∂loss/∂value over the whole batch of the step.
+            weights, value_weights: [groups][completions] (pairs: [pairs][2]), ∂loss/∂log-prob and ∂loss/∂value over the whole
+                batch of the step.
         """
         graph, self._graph = self._graph, None
         assert graph
-        own = torch.tensor([weights[k] for k in graph.pairs] + [(0.0, 0.0)], dtype=torch.float64)  # last: of padding
-        per_token = own.flatten()[graph.side.to("cpu")].to(graph.logprobs)
+        flat, of_values = ([w for group in of_groups for w in group] for of_groups in (weights, value_weights))
+        own = torch.tensor([*(flat[side] for side in graph.sides), 0.0], dtype=torch.float64)  # last: of padding
+        per_token = own[graph.side.to("cpu")].to(graph.logprobs)
         if graph.ratios is not None:
             per_token = per_token * graph.ratios
         total = (graph.logprobs * per_token).sum()
         if graph.values is not None:
-            of = [value_weights[graph.pairs[s // 2]][s % 2] for s in graph.valued] or [0.0]
+            of = [of_values[graph.sides[s]] for s in graph.valued] or [0.0]
             total = total + (graph.values * torch.tensor(of, dtype=torch.float64).to(graph.values)).sum()
         self._learn(total)
 
@@ -213,6 +217,7 @@ class PolicyEngine(ZeroEngine):
             "ranks": self.world_size,
             "free": free,
             "graph_bytes_per_token": per_token,
+            "width": config.hidden_size,
         }
 
     # --- weights
@@ -252,11 +257,11 @@ def _places(side: Tensor, sides: int, critic_type: str | None) -> dict[int, int]
 
 
 def _beside_engine(
-    logprobs: Tensor, side: Tensor, sampled: Sequence[Sequence[Sequence[float]]], clip: float | None
+    logprobs: Tensor, side: Tensor, sides: int, sampled: Sequence[Sequence[Sequence[float]]], clip: float | None
 ) -> tuple[Tensor | None, Tensor]:
     """(ratio of every scored token or None, |log p − log p_engine| of the completions' tokens)."""
-    mine = side < 2 * len(sampled)
-    theirs = torch.tensor([x for pair in sampled for one in pair for x in one], dtype=torch.float64).to(logprobs.device)
+    mine = side < sides
+    theirs = torch.tensor([x for group in sampled for one in group for x in one], dtype=torch.float64).to(logprobs.device)
     own = logprobs[mine].double()
     if clip is None:
         return None, (own - theirs).abs()

@@ -10,7 +10,8 @@ import torch
 
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
-from comlrl_ds.engines.scorer import Completed, Scorer, completion_logprobs
+from comlrl_ds.engines.scorer import PROBE_TOLERANCE, Scorer, completion_logprobs, fit_to_model, inputs_of
+from comlrl_ds.maths.packing import Completions, Layout
 
 
 class FrozenEngine:
@@ -18,11 +19,11 @@ class FrozenEngine:
     a model without gradients and optimizer has nothing else to shard.
 
     Args:
-        name: e.g. "reference.0". lm: a transformers causal LM in the plan's compute type. chunk: see `PolicyEngine`.
+        name: e.g. "reference.0". lm: a transformers causal LM in the plan's compute type. layout, chunk: see `PolicyEngine`.
         device: of this rank.
     """
 
-    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, chunk: int, device: str) -> None:
+    def __init__(self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int, device: str) -> None:
         self.name, self.scorer = name, Scorer(lm, chunk).requires_grad_(False).eval()
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._forward: Any = self.scorer
@@ -36,9 +37,22 @@ class FrozenEngine:
             self.device = str(self._forward.device)
         else:
             self.scorer.to(device)
+        # As an actor does: a KL between two ways of reading the same logits would not be 0 where policies are equal.
+        try:
+            self.layout: Layout = fit_to_model(
+                self.scorer,
+                lambda batch: self._forward(**inputs_of(batch)),
+                layout,
+                PROBE_TOLERANCE[plan.dtype],
+                self.device,
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
-    def completion_logprobs(self, rows: Sequence[Completed]) -> list[list[float]]:
-        """log p of every token of each completion; a collective of the group, whose ranks share the rows out."""
-        found = completion_logprobs(self._forward, self.scorer.chunk, rows, self.rank, self.world_size, self.device)
+    def completion_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
+        """log p of every token of each completion; a collective of the group, whose ranks share the prompts out."""
+        found = completion_logprobs(
+            self._forward, self.scorer.chunk, groups, self.layout, self.rank, self.world_size, self.device
+        )
         tick()
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from comlrl_ds.maths.logprobs import additive_mask, parts_for, token_logprobs
-from comlrl_ds.maths.packing import Layout, MicroBatch, PairTokens, pack, share_out
+from comlrl_ds.maths.packing import Completions, Layout, MicroBatch, pack, row_length, share_out
+
+# Largest difference of a token's log-prob between two ways of computing it that the type alone explains.
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 
 class Scorer(nn.Module):
@@ -70,32 +72,32 @@ def inputs_of(batch: MicroBatch) -> dict[str, Tensor | None]:
     return {name: getattr(batch, name) for name in ("ids", "positions", "visible", "at", "target")}
 
 
-Completed = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its completion
-
-
 @torch.no_grad()
 def completion_logprobs(
-    forward: Any, chunk: int, rows: Sequence[Completed], rank: int, ranks: int, device: str
-) -> list[list[float]]:
-    """log p of every token of each completion, plain rows, shared out over a group's ranks: all get all of them.
+    forward: Any, chunk: int, groups: Sequence[Completions], layout: Layout, rank: int, ranks: int, device: str
+) -> list[list[list[float]]]:
+    """log p of every token of each completion, [groups][completions][tokens], shared out over a group's ranks: all get all.
 
     Args:
         forward: the scorer, or the engine around it. chunk: tokens that reach the vocabulary at once.
+        layout: as the model takes it (`fit_to_model`).
     """
-    pairs = [PairTokens(prompt, completion, ()) for prompt, completion in rows]
-    shares = share_out([len(p.prompt) + len(p.winner) for p in pairs], ranks)
+    sizes = [[len(c) for c in completions] for _, completions in groups]
+    totals = [sum(of_group) for of_group in sizes]
+    shares = share_out([row_length(g) for g in groups], ranks)
+    own = shares[rank]
     # At ZeRO-3 every call of a module is a collective, so all ranks call the head as often as the one with most tokens.
-    parts = max(parts_for(sum(len(pairs[k].winner) for k in share), chunk) for share in shares)
-    batch = pack([pairs[k] for k in shares[rank]], layout="rows", score_last_token=True).to(device)
-    found = forward(**inputs_of(batch), parts=parts)
-    starts = [0, *itertools.accumulate(len(p.winner) for p in pairs)]
-    whole = torch.zeros(starts[-1], dtype=torch.float64, device=device)
-    for n, k in enumerate(shares[rank]):
-        whole[starts[k] : starts[k + 1]] = found[batch.side == 2 * n].double()
+    parts = max(parts_for(sum(totals[k] for k in share), chunk) for share in shares)
+    batch = pack([groups[k] for k in own], layout).to(device)
+    found = forward(**inputs_of(batch), parts=parts).double()
+    whole = torch.zeros(sum(totals), dtype=torch.float64, device=device)
+    parts_of = whole.split(totals)
+    # Tokens are in the order of groups and completions; what follows them is padding.
+    for k, values in zip(own, found[: sum(totals[k] for k in own)].split([totals[k] for k in own])):
+        parts_of[k].copy_(values)
     if ranks > 1:
-        torch.distributed.all_reduce(whole)  # every row is one rank's: this adds zeros
-    values = whole.tolist()
-    return [values[a:b] for a, b in itertools.pairwise(starts)]
+        torch.distributed.all_reduce(whole)  # every group is one rank's: this adds zeros
+    return [[part.tolist() for part in group.split(of_group)] for group, of_group in zip(parts_of, sizes)]
 
 
 @torch.no_grad()
@@ -117,8 +119,8 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
     """
     vocabulary = scorer.lm.config.get_text_config().vocab_size
     token = lambda k: (11 + 7919 * k) % vocabulary  # noqa: E731
-    pair = PairTokens([token(k) for k in range(7)], [token(k) for k in range(20, 25)], [token(k) for k in range(40, 49)])
-    rows = pack([pair], layout="rows", score_last_token=True).to(device)
+    group = [token(k) for k in range(7)], [[token(k) for k in range(a, b)] for a, b in ((20, 25), (40, 49))]
+    rows = pack([group], "rows").to(device)
     scorer.whole_logits = True
     own = score(rows)
     scorer.whole_logits = False
@@ -133,7 +135,7 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
         if layout == "shared":
             raise ValueError("args.row_layout: this model's attention takes no mask of ours; write auto or rows")
         return "rows"
-    shared = pack([pair], layout="shared", score_last_token=True).to(device)
+    shared = pack([group], "shared").to(device)
     try:
         fits = (score(shared) - own).abs().max().item() <= tolerance
     except (AttributeError, TypeError, RuntimeError, ValueError):

@@ -61,7 +61,7 @@ class MadpoLearner(ActorsLearner):
         """
         started = time.perf_counter()
         self.cluster.spans.clear()
-        lengths = [[row_length(t, self.score_last_token) for t in pair] for pair in batch]
+        lengths = [[row_length(t.group(self.score_last_token)) for t in pair] for pair in batch]
         ranks = [b["ranks"] for b in self.budgets]
         plan = plan_micro_steps(lengths, self.max_tokens, self.max_pairs, self.rows_per_pair(), ranks)
         scores = torch.zeros(len(self.actors), len(batch), 2, dtype=torch.float64)

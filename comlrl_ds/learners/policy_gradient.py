@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.learners.actors import ActorsLearner, JointReport
 from comlrl_ds.maths.advantages import value_loss
-from comlrl_ds.maths.packing import PairTokens, plan_micro_steps, row_length
+from comlrl_ds.maths.packing import plan_micro_steps, row_length, runs
+
+Unit = tuple[int, int, int]  # a task of the batch, and [first, stop) of its samples
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class PolicyGradientLearner(ActorsLearner):
     ) -> GradientReport:
         """One step of every actor, on −mean A · Σ_t w_t log p_t, with value heads + coefficient · value loss.
 
-        Two samples of a task share their prompt's row, as the winner and loser of a pair do.
+        Samples of a task share their prompt's row, as the winner and loser of a pair do (`runs`).
 
         Args:
             batch: [tasks]. advantages: [tasks][agents][G]. values: with value heads, what they learn.
@@ -81,25 +82,24 @@ class PolicyGradientLearner(ActorsLearner):
         started = time.perf_counter()
         self.cluster.spans.clear()
         samples = len(batch[0].completions[0])
-        units = [(k, g) for k in range(len(batch)) for g in range(0, samples, 2)]
+        units = self._units(batch)
         agents = range(len(self.actors))
-        pairs = [[_pair(batch[k], i, g) for k, g in units] for i in agents]  # [agents][units]
-        # −A/(tasks · G), 0 for the place of a second sample that is not there.
-        scale = -1.0 / (len(batch) * samples)
-        weights = [[[scale * a for a in _two(advantages[k][i], g)] for k, g in units] for i in agents]
-        lengths = [[row_length(pairs[i][u], True) for i in agents] for u in range(len(units))]
-        plan = plan_micro_steps(
-            lengths, self.max_tokens, self.max_pairs, self.rows_per_pair(), [b["ranks"] for b in self.budgets]
-        )
+        groups = [[(batch[k].prompts[i], batch[k].completions[i][a:b]) for k, a, b in units] for i in agents]  # [agents][units]
+        # ∂loss/∂log-prob of a completion: −A/(tasks · G).
+        weights = torch.tensor(advantages, dtype=torch.float64).transpose(0, 1) * (-1.0 / (len(batch) * samples))
+        slopes = [[weights[i, k, a:b].tolist() for k, a, b in units] for i in agents]
+        lengths = [[row_length(groups[i][u]) for i in agents] for u in range(len(units))]
+        most = None if self.max_pairs is None else max(1, 2 * self.max_pairs // max(b - a for _, a, b in units))
+        plan = plan_micro_steps(lengths, self.max_tokens, most, 1, [b["ranks"] for b in self.budgets])
         known = all(samples.logprobs for samples in batch)
         if self.importance_clip is not None and not known:
             raise ValueError("importance_correction needs the engines' log-probs of what they sampled; some are not there")
-        sampled = [[_two(batch[k].logprobs[i], g, ()) for k, g in units] if known else [] for i in agents]
-        heads = [_Head(values, i, units, samples) for i in agents] if values else []
-        scores = torch.zeros(len(self.actors), len(units), 2, dtype=torch.float64)
+        sampled = [[batch[k].logprobs[i][a:b] for k, a, b in units] if known else [] for i in agents]
+        heads = [_Head(values, i, units) for i in agents] if values else []
+        scores = torch.zeros_like(weights)  # [agents, tasks, G]
         tokens, gaps = 0, torch.zeros(len(self.actors), 2, dtype=torch.float64)
         for micro in plan:
-            parts = [([pairs[i][u] for u in micro], [sampled[i][u] for u in micro] if sampled[i] else []) for i in agents]
+            parts = [([groups[i][u] for u in micro], [sampled[i][u] for u in micro] if sampled[i] else []) for i in agents]
             results = self.all_do(
                 [
                     call(PolicyEngine.score_samples, own, i not in self.frozen, theirs, self.importance_clip, self.critic_type)
@@ -107,21 +107,21 @@ class PolicyGradientLearner(ActorsLearner):
                 ]
             )
             for i, found in enumerate(results):
-                scores[i, micro] = torch.tensor(found["sums"], dtype=torch.float64)
+                for u, sums in zip(micro, found["sums"]):
+                    k, a, b = units[u]
+                    scores[i, k, a:b] = torch.tensor(sums, dtype=torch.float64)
                 gaps[i] += torch.tensor(found["gap"], dtype=torch.float64)
                 tokens += found["tokens"]
-            slopes = [head.learn(micro, found["values"]) for head, found in zip(heads, results)]
+            value_slopes = [head.learn(micro, found["values"]) for head, found in zip(heads, results)]
             # A value that is not finite makes its slope, and with it the gradient's norm, not finite.
-            if not torch.isfinite(scores[:, micro]).all():
+            if not torch.isfinite(scores).all():
                 break
             self.learners_do(
-                [call(PolicyEngine.backward, [weights[i][u] for u in micro], slopes[i] if heads else []) for i in agents]
+                [call(PolicyEngine.backward, [slopes[i][u] for u in micro], value_slopes[i] if heads else []) for i in agents]
             )
         rates = self.all_do([call(PolicyEngine.learning_rate)] * len(self.actors))
         norms, culprit = self.finish(scores)
-        if culprit is not None and culprit[1] is not None:
-            culprit = (culprit[0], units[culprit[1]][0])
-        losses = (torch.tensor(weights, dtype=torch.float64) * scores).sum((1, 2)).tolist()
+        losses = (weights * scores).sum((1, 2)).tolist()
         means = (scores.sum((1, 2)) / (len(batch) * samples)).tolist()
         spans = [list(self.cluster.spans.get(role, [])) for role in self.actors]
         seconds = time.perf_counter() - started
@@ -131,23 +131,35 @@ class PolicyGradientLearner(ActorsLearner):
             value_losses=[head.loss for head in heads], values=[head.mean for head in heads],
         )  # fmt: skip
 
+    def _units(self, batch: Sequence[Samples]) -> list[Unit]:
+        """What is scored together; at least as many as the largest group has ranks, as far as there are samples."""
+        ranks = max(b["ranks"] for b in self.budgets)
+        most = 1 if any(b["layout"] == "rows" for b in self.budgets) else self.max_pairs and 2 * self.max_pairs
+        widths = [b["width"] for b in self.budgets]
+        return [
+            (k, a, b)
+            for k, own in enumerate(batch)
+            for a, b in runs(
+                own.prompts, own.completions, widths, self.max_tokens, least=math.ceil(ranks / len(batch)), most=most
+            )
+        ]
+
 
 class _Head:
     """One agent's value head in a step: its loss, and the slopes that its values learn with."""
 
-    def __init__(self, values: ValueTargets, agent: int, units: Sequence[tuple[int, int]], samples: int) -> None:
-        self._values, self._units, self._samples = values, units, samples
+    def __init__(self, values: ValueTargets, agent: int, units: Sequence[Unit]) -> None:
+        self._values, self._units = values, units
         self._targets, self._old = values.targets[agent].double(), values.old[agent].double()
         self._found = torch.full_like(self._targets, math.nan)
 
     def learn(self, micro: Sequence[int], found: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[micro][2] ∂loss/∂value; a second sample that is not there has none."""
-        slopes = [[0.0, 0.0] for _ in micro]
-        for slope, u, pair in zip(slopes, micro, found):
-            k, g = self._units[u]
-            for side in range(min(2, self._samples - g)):
-                self._found[k, g + side] = pair[side]
-                slope[side] = self._slope(k, g + side)
+        """[micro][completions] ∂loss/∂value."""
+        slopes = []
+        for u, own in zip(micro, found):
+            k, a, b = self._units[u]
+            self._found[k, a:b] = torch.tensor(own, dtype=torch.float64)
+            slopes.append([self._slope(k, g) for g in range(a, b)])
         return slopes
 
     def _slope(self, k: int, g: int) -> float:
@@ -165,12 +177,3 @@ class _Head:
     @property
     def mean(self) -> float:
         return float(self._found.mean())
-
-
-def _pair(samples: Samples, agent: int, first: int) -> PairTokens:
-    one, *other = samples.completions[agent][first : first + 2]
-    return PairTokens(samples.prompts[agent], one, other[0] if other else ())
-
-
-def _two(values: Sequence[Any], first: int, nothing: Any = 0.0) -> list[Any]:
-    return [*values[first : first + 2], nothing][:2]

@@ -45,12 +45,12 @@ def parts_for(tokens: int, chunk: int) -> int:
     return max(1, -(-tokens // chunk))
 
 
-def sum_by_side(logprobs: Tensor, side: Tensor, pairs: int) -> Tensor:
-    """Σ of token log-probs per completion: [N] and [N] → [pairs, 2] (winner, loser). A side without tokens gives 0.
+def sum_by_side(logprobs: Tensor, side: Tensor, sides: int) -> Tensor:
+    """Σ of token log-probs per completion: [N] and [N] → [sides]. One without tokens gives 0.
 
     A sum, never a mean: a longer completion is a less probable one.
     """
-    return logprobs.new_zeros(2 * pairs).index_add(0, side, logprobs).view(pairs, 2)
+    return logprobs.new_zeros(sides).index_add(0, side, logprobs)
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:

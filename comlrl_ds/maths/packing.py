@@ -1,8 +1,8 @@
-"""From token ids of preference pairs to the micro-batches that a model scores.
+"""From token ids of prompts and completions to the micro-batches that a model scores.
 
-A *row* is one sequence of a micro-batch. In the shared layout a row is [prompt | winner | loser]: the prompt is computed
-once, the loser's positions restart after the prompt, and a mask hides the winner from it. In the rows layout a pair makes
-two ordinary rows [prompt | winner] and [prompt | loser], for models whose attention takes no such mask.
+A *row* is one sequence of a micro-batch. In the shared layout a row is [prompt | winner | loser], or a prompt with any number
+of completions: the prompt is computed once, every completion's positions restart after it, and a mask hides completions from
+each other. In the rows layout each makes an ordinary row [prompt | completion], for models whose attention takes no such mask.
 
 A completion of n scored tokens needs only its first n−1 tokens as inputs, and position p−1 predicts its first token.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Layout = Literal["shared", "rows"]
+Completions = tuple[Sequence[int], Sequence[Sequence[int]]]  # token ids of a prompt and of what was sampled after it
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class PairTokens:
     winner: Sequence[int]
     loser: Sequence[int]
 
-    def scored(self, score_last_token: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """The tokens of (winner, loser) that count; all but the last unless `score_last_token`."""
-        return (self.winner, self.loser) if score_last_token else (self.winner[:-1], self.loser[:-1])
+    def group(self, score_last_token: bool) -> Completions:
+        """The prompt, and the tokens of (winner, loser) that count; all but the last unless `score_last_token`."""
+        return self.prompt, (self.winner, self.loser) if score_last_token else (self.winner[:-1], self.loser[:-1])
 
 
 @dataclass
@@ -38,7 +39,8 @@ class MicroBatch:
 
     ids, positions: [B, W] · visible: [B, W, W] bool (row, query, key) or None for plain causal rows ·
     at: [N] flat indices into B·W of the positions that predict · target: [N] the predicted ids ·
-    side: [N] 2·pair + (0 winner, 1 loser), pair being the index within the micro-step; 2·pairs for padding.
+    side: [N] index of the completion; of pairs 2·pair + (0 winner, 1 loser), pair being the index within the micro-step.
+    Padding has the number of completions.
     """
 
     ids: Tensor
@@ -64,35 +66,66 @@ class _Row:
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + sum(len(tokens) - 1 for _, tokens in self.sides)
+        return row_length((self.prompt, [tokens for _, tokens in self.sides]))
 
 
-def row_length(pair: PairTokens, score_last_token: bool) -> int:
-    """Tokens of the pair's shared row; a side without a scored token makes none."""
-    return _Row(pair.prompt, _sides(0, pair, score_last_token)).length
+def row_length(group: Completions) -> int:
+    """Tokens of a prompt's shared row with its completions; one without a scored token makes none."""
+    prompt, completions = group
+    return len(prompt) + sum(len(tokens) - 1 for tokens in completions if len(tokens))
 
 
-def _sides(index: int, pair: PairTokens, score_last_token: bool) -> tuple[tuple[int, Sequence[int]], ...]:
-    return tuple((2 * index + s, tokens) for s, tokens in enumerate(pair.scored(score_last_token)) if len(tokens))
+def pack(groups: Sequence[Completions], layout: Layout) -> MicroBatch:
+    """One micro-batch of all completions of some prompts, every token scored.
 
-
-def pack(pairs: Sequence[PairTokens], *, layout: Layout = "shared", score_last_token: bool = False) -> MicroBatch:
-    """One micro-batch of all pairs. Always at least one scored token, so that every rank of a sharded engine runs the same
-    forwards and backwards: where there is none, a row of padding, whose `side` is that of no pair.
+    Always at least one scored token, so that every rank of a sharded engine runs the same forwards and backwards: where there
+    is none, a row of padding, whose `side` is that of no completion.
 
     Raises:
-        ValueError: a pair with an empty prompt; nothing could predict its first token.
+        ValueError: an empty prompt; nothing could predict its completions' first token.
     """
     rows: list[_Row] = []
-    for k, pair in enumerate(pairs):
-        if not len(pair.prompt):
-            raise ValueError(f"pair {k}: empty prompt; a completion needs at least one prompt token to be scored")
-        sides = _sides(k, pair, score_last_token)
-        if layout == "rows":
-            rows += [_Row(pair.prompt, (side,)) for side in sides]
-        elif sides:
-            rows.append(_Row(pair.prompt, sides))
-    return _fill(rows or [_Row((0,), ((2 * len(pairs), (0,)),))], layout)
+    count = 0
+    for k, (prompt, completions) in enumerate(groups):
+        if not len(prompt):
+            raise ValueError(f"prompt {k} is empty; a completion needs at least one prompt token to be scored")
+        rows += _rows(prompt, [(count + n, tokens) for n, tokens in enumerate(completions) if len(tokens)], layout)
+        count += len(completions)
+    return _fill(rows or [_Row((0,), ((count, (0,)),))], layout)
+
+
+def runs(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Sequence[int]]], widths: Sequence[int], max_tokens: int,
+    *, least: int = 1, most: int | None = None,
+) -> list[tuple[int, int]]:  # fmt: skip
+    """[first, stop) of the joint responses to a task whose completions share rows, the same for every agent: what costs
+    least, of runs of equal size whose rows have at most `max_tokens`, or of one response each.
+
+    A row of W tokens costs about W·(6d + W), d the model's width: a layer's 24·d² and 4·W·d operations per token, since a mask
+    saves none. So long completions are better apart.
+
+    Args:
+        prompts: [agents] token ids. completions: [agents][G]. widths: d of each agent's model.
+        least: runs at least, as far as there are responses. most: responses of a run at most.
+    """
+    count = len(completions[0])
+    best: tuple[float, list[tuple[int, int]]] | None = None
+    for size in range(1, count + 1):
+        found = [(first, min(first + size, count)) for first in range(0, count, size)]
+        lengths = [[row_length((p, c[a:b])) for a, b in found] for p, c in zip(prompts, completions)]
+        if size > 1 and (len(found) < min(least, count) or size > (most or size) or max(map(max, lengths)) > max_tokens):
+            continue
+        cost = sum(w * (6 * d + w) for d, of_agent in zip(widths, lengths) for w in of_agent)
+        if best is None or cost < best[0]:
+            best = cost, found
+    assert best
+    return best[1]
+
+
+def _rows(prompt: Sequence[int], sides: Sequence[tuple[int, Sequence[int]]], layout: Layout) -> list[_Row]:
+    if layout == "rows":
+        return [_Row(prompt, (side,)) for side in sides]
+    return [_Row(prompt, tuple(sides))] if sides else []
 
 
 def _fill(rows: Sequence[_Row], layout: Layout) -> MicroBatch:
@@ -130,8 +163,8 @@ def _fill(rows: Sequence[_Row], layout: Layout) -> MicroBatch:
 
 
 def pack_sequences(rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """Plain rows in which every token but a row's first is scored; `side` is 2·row. For probes and reference scores."""
-    whole = [_Row(row[:1], ((2 * k, row[1:]),)) for k, row in enumerate(rows)]
+    """Plain rows in which every token but a row's first is scored; `side` is the row. For probes and reference scores."""
+    whole = [_Row(row[:1], ((k, row[1:]),)) for k, row in enumerate(rows)]
     return _fill(whole, "rows")
 
 

@@ -35,14 +35,14 @@ class PlainEngine:
         return {"layout": self.layout, "ranks": 1, "free": self.free, "graph_bytes_per_token": 1000}
 
     def score_pairs(self, pairs, score_last_token, grad=False):
-        batch = pack(pairs, layout=self.layout, score_last_token=score_last_token)
+        batch = pack([p.group(score_last_token) for p in pairs], self.layout)
         self.forwards += 1
         self.open += grad
         self.most_open = max(self.most_open, self.open)
         self.graphs[0] += grad
         self.graphs[1] = max(self.graphs)
         with torch.set_grad_enabled(grad):
-            self.scores = sum_by_side(self.scorer(**inputs_of(batch)), batch.side, len(pairs) + 1)[:-1]
+            self.scores = sum_by_side(self.scorer(**inputs_of(batch)), batch.side, 2 * len(pairs) + 1)[:-1].view(-1, 2)
         return self.scores.tolist(), batch.padded_tokens
 
     def backward(self, weights):

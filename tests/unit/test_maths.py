@@ -104,8 +104,8 @@ def test_additive_mask():
 
 def test_sum_by_side_sums_and_leaves_empty_sides_at_zero():
     logprobs = torch.tensor([-1.0, -2.0, -4.0, -8.0])
-    assert sum_by_side(logprobs, torch.tensor([3, 0, 3, 0]), 3).tolist() == [[-10.0, 0.0], [0.0, -5.0], [0.0, 0.0]]
-    assert sum_by_side(logprobs[:0], torch.tensor([], dtype=torch.long), 2).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert sum_by_side(logprobs, torch.tensor([3, 0, 3, 0]), 6).tolist() == [-10.0, 0.0, 0.0, -5.0, 0.0, 0.0]
+    assert sum_by_side(logprobs[:0], torch.tensor([], dtype=torch.long), 4).tolist() == [0.0] * 4
 
 
 # --- the joint plan
@@ -145,5 +145,5 @@ def test_plan_by_hand():
 @pytest.mark.parametrize(("last", "expected"), [(False, 3 + 4 - 1 - 1 + 2 - 1 - 1), (True, 3 + 4 - 1 + 2 - 1)])
 def test_row_length_counts_what_is_put_in(last, expected):
     # Of n scored tokens the last is only predicted, never an input; the default scores one token less.
-    assert row_length(PairTokens([1, 1, 1], [4, 5, 6, 7], [8, 9]), last) == expected
-    assert row_length(PairTokens([1, 1, 1], [4], [8]), False) == 3
+    assert row_length(PairTokens([1, 1, 1], [4, 5, 6, 7], [8, 9]).group(last)) == expected
+    assert row_length(PairTokens([1, 1, 1], [4], [8]).group(False)) == 3

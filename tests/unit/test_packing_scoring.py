@@ -15,7 +15,6 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen2Config,
@@ -33,9 +32,13 @@ LAYOUTS = ["shared", "rows"]
 
 def scores_of(lm, pairs, *, layout="shared", last=False, chunk=512):
     """[pairs, 2] sums as a learner gets them."""
-    batch = pack(pairs, layout=layout, score_last_token=last)
+    batch = packed(pairs, layout, last)
     with torch.no_grad():
-        return sum_by_side(Scorer(lm, chunk)(**inputs_of(batch)), batch.side, len(pairs))
+        return sum_by_side(Scorer(lm, chunk)(**inputs_of(batch)), batch.side, 2 * len(pairs)).view(-1, 2)
+
+
+def packed(pairs, layout="shared", last=False):
+    return pack([pair.group(last) for pair in pairs], layout)
 
 
 def pair_of(prompt, winner, loser):
@@ -97,7 +100,7 @@ def test_an_eos_that_is_also_the_pad_counts_like_any_token(layout):
     pair = PairTokens([5, eos, 6], [7, 8, eos], [7, 8])
     assert (len(pair.winner), len(pair.loser)) == (3, 2)
     for last, kept in ((False, (2, 1)), (True, (3, 2))):
-        batch = pack([pair], layout=layout, score_last_token=last)
+        batch = packed([pair], layout, last)
         assert tuple((batch.side == side).sum().item() for side in (0, 1)) == kept
         expected = [completion_score(tiny_models.gpt2(), [5, eos, 6], ids, last).item() for ids in ([7, 8, eos], [7, 8])]
         assert scores_of(tiny_models.gpt2(), [pair], layout=layout, last=last)[0].tolist() == pytest.approx(expected, abs=1e-5)
@@ -138,8 +141,8 @@ def test_gradients_equal_those_of_plain_sequences(layout):
         PairTokens(some_ids(4, 9), some_ids(5, 2), some_ids(6, 7)),
     ]
     weights = torch.tensor([[0.3, -1.0], [2.0, 0.7]], dtype=torch.float64)
-    batch = pack(pairs, layout=layout)
-    sums = sum_by_side(Scorer(lm, chunk=3)(**inputs_of(batch)), batch.side, 2)
+    batch = packed(pairs, layout)
+    sums = sum_by_side(Scorer(lm, chunk=3)(**inputs_of(batch)), batch.side, 4).view(-1, 2)
     ours = torch.autograd.grad((sums * weights).sum(), list(lm.parameters()))
     plain = torch.stack(
         [torch.stack([completion_score(lm, p.prompt, ids, False) for ids in (p.winner, p.loser)]) for p in pairs]
@@ -154,18 +157,18 @@ def test_a_batch_without_anything_to_score_still_makes_one_forward_with_a_zero_g
     lm = tiny_models.gpt2(layers=1)
     for pairs in ([], [PairTokens([5, 6], [7], [8])]):
         for layout in LAYOUTS:
-            batch = pack(pairs, layout=layout)
+            batch = packed(pairs, layout)
             assert len(batch.ids) == 1
-            sums = sum_by_side(Scorer(lm)(**inputs_of(batch)), batch.side, len(pairs) + 1)
-            assert sums[:-1].tolist() == [[0.0, 0.0]] * len(pairs)  # padding is behind the pairs
+            sums = sum_by_side(Scorer(lm)(**inputs_of(batch)), batch.side, 2 * len(pairs) + 1)
+            assert sums[:-1].tolist() == [0.0, 0.0] * len(pairs)  # padding is behind the pairs
             # The padding reaches every parameter, the head included: a sharded engine waits for a gradient of each.
             grads = torch.autograd.grad(sums.sum() * 0, list(lm.parameters()))
             assert not any(g.any() for g in grads)
 
 
 def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="pair 1: empty prompt"):
-        pack([PairTokens([1], [2, 3], [4, 5]), PairTokens([], [2, 3], [4, 5])])
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        packed([PairTokens([1], [2, 3], [4, 5]), PairTokens([], [2, 3], [4, 5])])
 
 
 def test_a_row_may_be_wider_than_the_model_is_long():
@@ -218,7 +221,7 @@ def test_a_probe_scores_every_token_but_the_first_of_each_row():
         scores = Scorer(lm)(**inputs_of(batch))
         for k, row in enumerate(rows):
             expected = token_scores(lm, row[:1], row[1:])
-            assert (scores[batch.side == 2 * k] - expected).abs().max().item() <= 1e-4
+            assert (scores[batch.side == k] - expected).abs().max().item() <= 1e-4
 
 
 # --- over-long prompts
@@ -253,7 +256,7 @@ def test_an_overlong_prompt_keeps_its_end_and_its_bos():
     assert built[1].prompts[0].ids == (1, 33, 34, 35, 36, 37, 38, 39)
     assert built[1].prompts[0].text.split() == ["<s>", "w33", "w34", "w35", "w36", "w37", "w38", "w39"]
     assert built[2].prompts[0].ids == (1, 3, 4, 5, 6, 7, 8, 9)
-    batch = pack([PairTokens(joint.prompts[0].ids, [4, 5, 6], [7]) for joint in built])
+    batch = packed([PairTokens(joint.prompts[0].ids, [4, 5, 6], [7]) for joint in built])
     assert batch.visible.any(-1).all()
     with torch.no_grad():
         assert Scorer(tiny_models.gpt2())(**inputs_of(batch)).isfinite().all()
@@ -329,15 +332,6 @@ SMALL = {
 }  # fmt: skip
 
 
-class HalvedLogits(LlamaForCausalLM):
-    """Does to its logits what no config field tells."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits * 0.5
-        return output
-
-
 def made(model, config):
     torch.manual_seed(0)
     return model(config).eval()
@@ -374,13 +368,13 @@ def test_the_head_gives_the_models_own_logits(make):
 
 
 def test_a_model_with_logits_of_its_own_is_scored_through_its_whole_forward():
-    lm = made(HalvedLogits, tiny_models.llama_config())
+    lm = made(tiny_models.HalvedLogits, tiny_models.llama_config())
     scorer, layout = fitted(lm)
     assert (scorer.whole_logits, layout) == (True, "shared")
     pair = PairTokens(some_ids(1, 4), some_ids(2, 5), some_ids(3, 3))
-    batch = pack([pair])
+    batch = packed([pair])
     with torch.no_grad():
-        sums = sum_by_side(scorer(**inputs_of(batch)), batch.side, 1)[0]
+        sums = sum_by_side(scorer(**inputs_of(batch)), batch.side, 2)
         expected = [completion_score(lm, pair.prompt, ids, False).item() for ids in (pair.winner, pair.loser)]
     assert sums.tolist() == pytest.approx(expected, abs=1e-4)
 
@@ -413,8 +407,8 @@ def test_a_window_longer_than_the_probe_is_refused_for_the_shared_layout_too():
         scorer, layout = fitted(lm, "shared")
     except ValueError:
         return
-    batch = pack([pair], layout=layout)
+    batch = packed([pair], layout)
     with torch.no_grad():
-        sums = sum_by_side(scorer(**inputs_of(batch)), batch.side, 1)[0]
+        sums = sum_by_side(scorer(**inputs_of(batch)), batch.side, 2)
         expected = [completion_score(lm, pair.prompt, ids, False).item() for ids in (pair.winner, pair.loser)]
     assert sums.tolist() == pytest.approx(expected, abs=1e-3)

@@ -34,6 +34,15 @@ def llama(
     return LlamaForCausalLM(llama_config(vocab, layers, attn, std, tied)).eval()
 
 
+class HalvedLogits(LlamaForCausalLM):
+    """Does to its logits what no config field tells."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+
 def llama_config(vocab: int = VOCAB, layers: int = 2, attn: str = "sdpa", std: float = 0.2, tied: bool = False) -> Any:
     return LlamaConfig(
         vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
