@@ -14,9 +14,9 @@ from comlrl_ds.cluster import call
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.learners.actors import ActorsLearner, JointReport
 from comlrl_ds.maths.advantages import value_loss
-from comlrl_ds.maths.packing import plan_micro_steps, row_length, runs
+from comlrl_ds.maths.packing import Completions, plan_micro_steps, row_length, runs
 
-Unit = tuple[int, int, int]  # a task of the batch, and [first, stop) of its samples
+Unit = list[tuple[int, int]]  # samples of one prompt that are scored together: each the place in the batch, and which of its G
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PolicyGradientLearner(ActorsLearner):
     ) -> GradientReport:
         """One step of every actor, on −mean A · Σ_t w_t log p_t, with value heads + coefficient · value loss.
 
-        Samples of a task share their prompt's row, as the winner and loser of a pair do (`runs`).
+        Samples of a prompt share its row, as the winner and loser of a pair do (`runs`).
 
         Args:
             batch: [tasks]. advantages: [tasks][agents][G]. values: with value heads, what they learn.
@@ -84,17 +84,17 @@ class PolicyGradientLearner(ActorsLearner):
         samples = len(batch[0].completions[0])
         units = self._units(batch)
         agents = range(len(self.actors))
-        groups = [[(batch[k].prompts[i], batch[k].completions[i][a:b]) for k, a, b in units] for i in agents]  # [agents][units]
+        groups = [[_group(batch, i, unit) for unit in units] for i in agents]  # [agents][units]
         # ∂loss/∂log-prob of a completion: −A/(tasks · G).
         weights = torch.tensor(advantages, dtype=torch.float64).transpose(0, 1) * (-1.0 / (len(batch) * samples))
-        slopes = [[weights[i, k, a:b].tolist() for k, a, b in units] for i in agents]
+        slopes = [[weights[i, *_at(unit)].tolist() for unit in units] for i in agents]
         lengths = [[row_length(groups[i][u]) for i in agents] for u in range(len(units))]
-        most = None if self.max_pairs is None else max(1, 2 * self.max_pairs // max(b - a for _, a, b in units))
+        most = None if self.max_pairs is None else max(1, 2 * self.max_pairs // max(map(len, units)))
         plan = plan_micro_steps(lengths, self.max_tokens, most, 1, [b["ranks"] for b in self.budgets])
         known = all(samples.logprobs for samples in batch)
         if self.importance_clip is not None and not known:
             raise ValueError("importance_correction needs the engines' log-probs of what they sampled; some are not there")
-        sampled = [[batch[k].logprobs[i][a:b] for k, a, b in units] if known else [] for i in agents]
+        sampled = [[[batch[k].logprobs[i][g] for k, g in unit] for unit in units] if known else [] for i in agents]
         heads = [_Head(values, i, units) for i in agents] if values else []
         scores = torch.zeros_like(weights)  # [agents, tasks, G]
         tokens, gaps = 0, torch.zeros(len(self.actors), 2, dtype=torch.float64)
@@ -108,8 +108,7 @@ class PolicyGradientLearner(ActorsLearner):
             )
             for i, found in enumerate(results):
                 for u, sums in zip(micro, found["sums"]):
-                    k, a, b = units[u]
-                    scores[i, k, a:b] = torch.tensor(sums, dtype=torch.float64)
+                    scores[i, *_at(units[u])] = torch.tensor(sums, dtype=torch.float64)
                 gaps[i] += torch.tensor(found["gap"], dtype=torch.float64)
                 tokens += found["tokens"]
             value_slopes = [head.learn(micro, found["values"]) for head, found in zip(heads, results)]
@@ -133,16 +132,29 @@ class PolicyGradientLearner(ActorsLearner):
 
     def _units(self, batch: Sequence[Samples]) -> list[Unit]:
         """What is scored together; at least as many as the largest group has ranks, as far as there are samples."""
+        of_prompt: dict[tuple[tuple[int, ...], ...], Unit] = {}
+        for k, own in enumerate(batch):
+            prompt = tuple(map(tuple, own.prompts))
+            of_prompt.setdefault(prompt, []).extend((k, g) for g in range(len(own.completions[0])))
         ranks = max(b["ranks"] for b in self.budgets)
         most = 1 if any(b["layout"] == "rows" for b in self.budgets) else self.max_pairs and 2 * self.max_pairs
-        widths = [b["width"] for b in self.budgets]
-        return [
-            (k, a, b)
-            for k, own in enumerate(batch)
-            for a, b in runs(
-                own.prompts, own.completions, widths, self.max_tokens, least=math.ceil(ranks / len(batch)), most=most
-            )
-        ]
+        widths, least = [b["width"] for b in self.budgets], math.ceil(ranks / len(of_prompt))
+        units = []
+        for prompts, members in of_prompt.items():
+            completions = [_group(batch, i, members)[1] for i in range(len(prompts))]
+            spans = runs(prompts, completions, widths, self.max_tokens, least=least, most=most)
+            units += [members[a:b] for a, b in spans]
+        return units
+
+
+def _group(batch: Sequence[Samples], agent: int, unit: Unit) -> Completions:
+    return batch[unit[0][0]].prompts[agent], [batch[k].completions[agent][g] for k, g in unit]
+
+
+def _at(unit: Unit) -> tuple[list[int], list[int]]:
+    """For indexing [tasks, G]."""
+    places, which = zip(*unit)
+    return list(places), list(which)
 
 
 class _Head:
@@ -157,9 +169,8 @@ class _Head:
         """[micro][completions] ∂loss/∂value."""
         slopes = []
         for u, own in zip(micro, found):
-            k, a, b = self._units[u]
-            self._found[k, a:b] = torch.tensor(own, dtype=torch.float64)
-            slopes.append([self._slope(k, g) for g in range(a, b)])
+            self._found[_at(self._units[u])] = torch.tensor(own, dtype=torch.float64)
+            slopes.append([self._slope(k, g) for k, g in self._units[u]])
         return slopes
 
     def _slope(self, k: int, g: int) -> float:
