@@ -83,7 +83,7 @@ class MADPOConfig(Settings):
     )
     row_layout: Literal["auto", "shared", "rows"] = Field(
         "auto",
-        description="shared: winner and loser share one prompt; rows: one row each; auto: what the model takes (addition).",
+        description="shared: completions share their prompt's row; rows: one row each; auto: what the model takes (addition).",
     )
     logprob_chunk: Positive = Field(512, description="Tokens that reach the vocabulary at once (addition).")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward (addition).")

@@ -103,6 +103,27 @@ def test_the_weight_of_a_completion_does_not_depend_on_its_siblings_lengths(tmp_
     assert relative(moves[0], {n: p.grad for n, p in lm.named_parameters()}) < 1e-4
 
 
+def test_samples_of_a_prompt_share_its_row_wherever_they_stand(tmp_path, models):
+    """One response a time, as actor-critics take them from a buffer: two of the one task, between them one of the other."""
+    prompts = [ids_of("Topic: bees. Answer:"), ids_of("Topic: old stone bridges. Answer:")]
+    batch = [(0, [90, 91, 92, 2]), (1, [100, 2]), (0, [110, 111, 2])]
+    worth = [1.0, -0.5, -2.0]
+    with actors(tmp_path, models[:1], dtype="float32", optimizer="SGD", rate=1.0) as cluster:
+        engine = cluster.local("actor.0")
+        before = weights(engine)
+        report = PolicyGradientLearner(cluster, ["actor.0"]).step(
+            [Samples([prompts[k]], [[response]]) for k, response in batch], [[[a]] for a in worth]
+        )
+        moved = {n: before[n] - p for n, p in weights(engine).items()}
+    rows = [len(prompts[0]) + 3 + 2, len(prompts[1]) + 1]  # a row for each prompt, in one forward
+    assert (report.micro_steps, report.tokens) == (1, 2 * max(rows))
+    lm = plain(models[0])
+    loss = -torch.stack([a * logprob(lm, prompts[k], c) for a, (k, c) in zip(worth, batch)]).mean()
+    loss.backward()
+    assert report.losses == pytest.approx([loss.item()], rel=1e-5)
+    assert relative(moved, {n: p.grad for n, p in lm.named_parameters()}) < 1e-4
+
+
 def test_small_steps_add_up_in_bf16(tmp_path, models):
     """W6: at 5e-6 the fp32 masters of a bf16 actor all move; the weights of AdamW in bf16 alone hardly ever do."""
     from deepspeed.utils import safe_get_full_fp32_param
