@@ -131,7 +131,9 @@ class PolicyGradientLearner(ActorsLearner):
         )  # fmt: skip
 
     def _units(self, batch: Sequence[Samples]) -> list[Unit]:
-        """What is scored together; at least as many as the largest group has ranks, as far as there are samples."""
+        """What is scored together: at least as many units as the largest group has ranks, as far as there are samples, none
+        with more completions than `max_pairs` pairs have.
+        """
         of_prompt: dict[tuple[tuple[int, ...], ...], Unit] = {}
         for k, own in enumerate(batch):
             prompt = tuple(map(tuple, own.prompts))
