@@ -37,12 +37,25 @@ class ScalarStep:
 
 @dataclass(frozen=True)
 class FitScore:
-    """How a reward model orders pairs that it may not have seen. `accuracy` counts equal scores half."""
+    """How a reward model orders pairs. `accuracy` counts equal scores half; `by_gap` is that of the third of the pairs whose
+    task rewards differ least, of the middle one and of the one that differs most. NaN without any.
+    """
 
     loss: float
     accuracy: float
     margin: float
     pairs: int
+    by_gap: tuple[float, float, float]
+
+
+def fit_score(margins: Sequence[float], gaps: Sequence[float]) -> FitScore:
+    """Of R_w − R_l of some pairs, and the task rewards' own r_w − r_l."""
+    margin = torch.tensor(margins, dtype=torch.float64)
+    right = (margin > 0).double() + 0.5 * (margin == 0).double()
+    order = torch.tensor(gaps, dtype=torch.float64).argsort(stable=True)
+    small, middle, large = (right[third].mean().item() for third in order.tensor_split(3))
+    loss = bradley_terry(margin, torch.zeros_like(margin)).mean.item() if len(margin) else math.nan
+    return FitScore(loss, right.mean().item(), margin.mean().item(), len(margin), (small, middle, large))
 
 
 @dataclass
@@ -115,14 +128,10 @@ class RewardFit(ScalarLearner):
 
         return self._step(batch, loss, lambda margins: bradley_terry(margins, torch.zeros_like(margins)).mean)
 
-    def check(self, pairs: Sequence[Rows]) -> FitScore:
-        """Loss and accuracy on pairs; NaN without any."""
-        if not pairs:
-            return FitScore(math.nan, math.nan, math.nan, 0)
-        scores = torch.tensor(self.values([row for pair in pairs for row in pair]), dtype=torch.float64).view(-1, 2)
-        terms = bradley_terry(scores[:, 0], scores[:, 1])
-        right = (terms.margin > 0).double() + 0.5 * (terms.margin == 0).double()
-        return FitScore(terms.mean.item(), right.mean().item(), terms.margin.mean().item(), len(pairs))
+    def margins(self, pairs: Sequence[Rows]) -> list[float]:
+        """R_w − R_l of pairs, as the model stands."""
+        scores = self.values([row for pair in pairs for row in pair])
+        return [w - lo for w, lo in zip(scores[::2], scores[1::2])]
 
 
 class ValueFit(ScalarLearner):

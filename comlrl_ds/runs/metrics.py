@@ -57,12 +57,17 @@ METRICS: dict[str, tuple[str, str]] = {
     "value/mean/agent_i": ("reward", "mean value of the step's responses, before it"),
     "value/cut_texts": ("1", "texts of a central critic that were cut so far, each time that they were read"),
     "value/grad_norm/agent_i": ("1", "gradient norm of the critic before clipping"),
-    "reward/loss": ("nats", "Bradley–Terry loss on the fitted pairs, after the fit"),
+    "reward/loss": ("nats", "Bradley–Terry loss in the last pass of the fit, each pair before its step"),
     "reward/first_loss": ("nats", "mean loss of the first ten steps"),
-    "reward/accuracy": ("share", "fitted pairs whose winner scores higher"),
-    "reward/margin": ("reward", "mean R_w − R_l on the fitted pairs"),
+    "reward/accuracy": ("share", "pairs whose winner scores higher, in the last pass of the fit, each before its step"),
+    **{
+        f"reward/{of}accuracy_{size}_gap": ("share", f"the same of the third of them whose task rewards differ {how}")
+        for of in ("", "eval_")
+        for size, how in (("small", "least"), ("middle", "neither most nor least"), ("large", "most"))
+    },
+    "reward/margin": ("reward", "mean R_w − R_l, likewise"),
     "reward/pairs": ("count", "fitted pairs"),
-    "reward/eval_loss": ("nats", "the loss on pairs of held-out tasks"),
+    "reward/eval_loss": ("nats", "the loss on pairs of held-out tasks, after the fit"),
     "reward/eval_accuracy": ("share", "the accuracy on pairs of held-out tasks"),
     "reward/eval_margin": ("reward", "the margin on pairs of held-out tasks"),
     "reward/eval_pairs": ("count", "pairs of held-out tasks"),

@@ -13,7 +13,7 @@ from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.learners.madpo import NonFiniteError
-from comlrl_ds.learners.scalar import RewardFit, ScalarStep
+from comlrl_ds.learners.scalar import FitScore, RewardFit, ScalarStep, fit_score
 from comlrl_ds.maths.seeds import generator_of, seed_of
 from comlrl_ds.preference.joint_text import JointText
 from comlrl_ds.preference.records import PreferencePair
@@ -92,31 +92,39 @@ class RewardLearner:
         self._session.cluster.run({REWARD_ROLE: call(ScalarEngine.start_schedule, steps)})
 
     def fit(self, pairs: Sequence[PreferencePair], round: int) -> None:
-        """`reward_num_train_epochs` passes over the pairs in seeded order; those of held-out tasks only measure it."""
+        """`reward_num_train_epochs` passes over the pairs in seeded order; those of held-out tasks only measure it.
+
+        Of the pairs that are fitted, the last pass itself tells: each counts before the step that learns from it.
+        """
         args, fit, started = self._args, self._fit, time.perf_counter()
         train, held_out = split_by_task(pairs, args.reward_eval_fraction, self._seed, round)
         rows = [self._rows(p) for p in train]
         self.start_schedule(args.reward_num_train_epochs * math.ceil(len(rows) / args.reward_train_batch_size))
         steps: list[ScalarStep] = []
         skipped = 0
+        margins = [math.nan] * len(rows)
         for epoch in range(args.reward_num_train_epochs):
             order = list(range(len(rows)))
             generator_of(self._seed, "reward_order", round, epoch).shuffle(order)
             for start in range(0, len(order), args.reward_train_batch_size):
-                step = fit.step([rows[k] for k in order[start : start + args.reward_train_batch_size]])
+                batch = order[start : start + args.reward_train_batch_size]
+                step = fit.step([rows[k] for k in batch])
                 steps.append(step)
+                for k, margin in zip(batch, step.values):
+                    margins[k] = margin
                 skipped += step.skipped
                 if skipped >= args.max_nonfinite_steps:
                     raise NonFiniteError(f"reward fit of round {round}: {skipped} steps with a number that is not finite")
-        own, other = fit.check(rows), fit.check([self._rows(p) for p in held_out])
+        own = fit_score(margins, [p.winner_reward - p.loser_reward for p in train])
+        other = fit_score(fit.margins([self._rows(p) for p in held_out]), [p.winner_reward - p.loser_reward for p in held_out])
         text = self._source.text
+        found = {f"reward/{name}": value for name, value in _metrics(own).items()}
+        found |= {f"reward/eval_{name}": value for name, value in _metrics(other).items()}
         self._reporter.log(
-            {
-                "reward/loss": own.loss, "reward/accuracy": own.accuracy, "reward/margin": own.margin,
-                "reward/pairs": own.pairs,
-                "reward/eval_loss": other.loss, "reward/eval_accuracy": other.accuracy, "reward/eval_margin": other.margin,
-                "reward/eval_pairs": other.pairs, "reward/steps": len(steps), "reward/cut_texts": text.cut,
-                "reward/cut_responses": text.cut_responses, "reward/seconds": time.perf_counter() - started,
+            found
+            | {
+                "reward/steps": len(steps), "reward/cut_texts": text.cut, "reward/cut_responses": text.cut_responses,
+                "reward/seconds": time.perf_counter() - started,
                 "reward/first_loss": math.fsum(s.loss for s in steps[:10]) / max(1, len(steps[:10])),
             }
         )  # fmt: skip
@@ -134,6 +142,11 @@ class RewardLearner:
     def _rows(self, pair: PreferencePair) -> tuple[tuple[int, ...], tuple[int, ...]]:
         text = self._source.text
         return text.ids(pair.prompts, pair.winner_completions), text.ids(pair.prompts, pair.loser_completions)
+
+
+def _metrics(score: FitScore) -> dict[str, float]:
+    found = {"loss": score.loss, "accuracy": score.accuracy, "margin": score.margin, "pairs": score.pairs}
+    return found | {f"accuracy_{size}_gap": value for size, value in zip(("small", "middle", "large"), score.by_gap)}
 
 
 def split_by_task(
