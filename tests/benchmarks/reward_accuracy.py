@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,8 +54,8 @@ def make_trainer(options: argparse.Namespace, folder: Path, seed: int, **setting
     from comlrl_ds.trainers.preference import MARLHFConfig, MARLHFTrainer
 
     args = MARLHFConfig(
-        num_agents=AGENTS, pair_selection="random", preference_num_candidates=options.candidates,
-        preference_pairs_per_sample=options.pairs_per_task, max_new_tokens=options.max_new_tokens, eval_interval=0,
+        num_agents=AGENTS, pair_selection="all", preference_num_candidates=options.candidates,
+        preference_pairs_per_sample=None, max_new_tokens=options.max_new_tokens, eval_interval=0,
         **SAMPLING, **STEPS, **settings,
     )  # fmt: skip
     return MARLHFTrainer(
@@ -82,6 +83,19 @@ def pairs_of(options: argparse.Namespace, folder: Path, seed: int) -> list[Prefe
     # Not through a trainer: it refuses a folder whose settings differ, and later versions have others.
     tokenizers = [load_tokenizer(str(options.model.resolve()), "--model")] * AGENTS
     return RoundFolder(run.replay, tokenizers).sampled(ROUND)
+
+
+def some_of(pairs: Sequence[PreferencePair], per_task: int, which: str, seed: int) -> list[PreferencePair]:
+    """Of all pairs of each task as many: drawn at random, or those whose scores differ most."""
+    kept = []
+    for item, own in itertools.groupby(sorted(pairs, key=lambda p: p.item), key=lambda p: p.item):
+        found = list(own)
+        if which == "random":
+            Random(f"{seed} {item}").shuffle(found)
+        else:
+            found.sort(key=lambda p: p.loser_reward - p.winner_reward)
+        kept += found[:per_task]
+    return kept
 
 
 class FitSession:
@@ -146,11 +160,13 @@ def measured(options: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     from comlrl_ds.trainers.preference.reward_learning import split_by_task
 
     # Named by all that decides the pairs, so that other options never find these.
-    sizes = (options.tasks, options.candidates, options.pairs_per_task, "x".join(map(str, options.max_new_tokens)))
+    sizes = (options.tasks, options.candidates, "x".join(map(str, options.max_new_tokens)))
     folder = options.out / "_".join(map(str, (options.model.resolve().name, *sizes, f"seed{seed}")))
     pairs = pairs_of(options, folder / "pairs", seed)
     gc.collect()
     fit, held_out = split_by_task(pairs, options.eval_fraction, seed, ROUND)
+    fit = some_of(fit, options.pairs_per_task, options.fit_pairs, seed)
+    held_out = some_of(held_out, options.held_out_pairs_per_task, "random", seed)
     if not held_out:
         sys.exit(f"seed {seed}: of {len(pairs)} pairs none is held out; give more tasks, or a larger --eval-fraction")
     lengths = lengths_of(held_out)
@@ -236,12 +252,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--tasks", type=int, default=100, help="at most 164")
     parser.add_argument("--candidates", type=int, default=8, help="joint responses per task")
-    parser.add_argument("--pairs-per-task", type=int, default=8, help="drawn at random; ties are no pairs")
+    parser.add_argument("--pairs-per-task", type=int, default=4, help="of the tasks that are fitted")
+    parser.add_argument("--fit-pairs", choices=("reward_gap", "random"), default="reward_gap", help="which those are")
+    parser.add_argument("--held-out-pairs-per-task", type=int, default=6, help="drawn at random; ties are no pairs")
     parser.add_argument("--max-new-tokens", type=int, nargs=AGENTS, default=[24, 48])
-    parser.add_argument("--epochs", type=int, nargs="+", default=[2], help="several: a fit with each")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[1], help="several: a fit with each")
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[2e-5], help="several: a fit with each")
     parser.add_argument("--batch", type=int, default=4, help="pairs per step of the fit")
-    parser.add_argument("--max-length", type=int, help="longest joint text; longer ones lose the starts of their prompts")
+    parser.add_argument(
+        "--max-length", type=int, default=96, help="longest joint text; longer ones lose the starts of their prompts"
+    )
     parser.add_argument("--eval-fraction", type=float, default=0.3, help="share of the tasks that are held out")
     parser.add_argument("--rollout", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--out", type=Path, default=HERE / "build" / "reward_accuracy", help="pairs and fits are kept there")
