@@ -128,7 +128,7 @@ class TransformersRollout(RolloutEngine):
         batch = pack_sequences(rows)
         logits = self._model(input_ids=batch.ids, position_ids=batch.positions).logits.float().flatten(0, 1)[batch.at]
         scores = logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
-        return [scores[batch.side == 2 * k].tolist() for k in range(len(rows))]
+        return [scores[batch.side == k].tolist() for k in range(len(rows))]
 
     def shutdown(self) -> None:
         self._model = None
