@@ -174,6 +174,16 @@ def test_long_texts_are_cut_and_counted(tmp_path, tiny_model):
     assert rows(tmp_path / "run", "reward/accuracy")[0]["reward/cut_texts"] > 0
 
 
+def test_a_limit_that_cuts_responses_is_said(tmp_path, tiny_model, capsys):
+    with trainer(tmp_path / "run", tiny_model, args={"reward_max_length": 60}, verbose=True) as t:
+        t.train()
+    fit = rows(tmp_path / "run", "reward/accuracy")[0]
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert fit["reward/cut_responses"] >= 2 * fit["reward/pairs"]
+    assert f"{2 * fit['reward/pairs']} of the {2 * fit['reward/pairs']} joint texts have more than 60 tokens" in said
+    assert "raise args.reward_max_length" in said
+
+
 def test_what_cannot_work_is_refused_before_anything_is_sampled(tmp_path, tiny_model):
     """F9: model objects have no source to start a reward model from."""
     lms = [tiny_lm(60), tiny_lm(61)]

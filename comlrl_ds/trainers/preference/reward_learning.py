@@ -98,7 +98,13 @@ class RewardLearner:
         """
         args, fit, started = self._args, self._fit, time.perf_counter()
         train, held_out = split_by_task(pairs, args.reward_eval_fraction, self._seed, round)
+        text, cut_before = self._source.text, self._source.text.cut_responses
         rows = [self._rows(p) for p in train]
+        if cut := text.cut_responses - cut_before:
+            self._reporter.say(
+                f"note: {cut} of the {2 * len(rows)} joint texts have more than {text.max_length} tokens even without prompts, "
+                f"so their responses lost their ends; {self._remedy()}"
+            )
         self.start_schedule(args.reward_num_train_epochs * math.ceil(len(rows) / args.reward_train_batch_size))
         steps: list[ScalarStep] = []
         skipped = 0
@@ -117,7 +123,6 @@ class RewardLearner:
                     raise NonFiniteError(f"reward fit of round {round}: {skipped} steps with a number that is not finite")
         own = fit_score(margins, [p.winner_reward - p.loser_reward for p in train])
         other = fit_score(fit.margins([self._rows(p) for p in held_out]), [p.winner_reward - p.loser_reward for p in held_out])
-        text = self._source.text
         found = {f"reward/{name}": value for name, value in _metrics(own).items()}
         found |= {f"reward/eval_{name}": value for name, value in _metrics(other).items()}
         self._reporter.log(
@@ -134,6 +139,12 @@ class RewardLearner:
     def scores(self, prompts: Sequence[Sequence[str]], responses: Sequence[Sequence[str]]) -> list[float]:
         """R of joint responses, given as each agent's texts."""
         return self._fit.values([self._source.text.ids(p, r) for p, r in zip(prompts, responses)])
+
+    def _remedy(self) -> str:
+        """What gives joint texts more room."""
+        if self._args.reward_max_length == self._source.text.max_length:
+            return "raise args.reward_max_length"
+        return "that is as long as the reward model reads: lower args.max_new_tokens, or take another reward model"
 
     @property
     def _fit(self) -> RewardFit:
