@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,10 +138,16 @@ class ValueFit(ScalarLearner):
     """Fits a critic to returns: loss = coefficient · mean (target − V)²."""
 
     def step(self, rows: Sequence[Sequence[int]], targets: Sequence[float], coefficient: float) -> ScalarStep:
-        """One step on a batch of rows."""
+        """One step on a batch of rows. Equal rows are read once: a critic of prompts has one value for all their responses."""
         wanted = torch.tensor(targets, dtype=torch.float64)
+        distinct: dict[tuple[int, ...], int] = {}
+        which = torch.tensor([distinct.setdefault(tuple(row), len(distinct)) for row in rows])
 
         def loss(values: Tensor, micro: list[int]) -> tuple[Tensor, Tensor]:
-            return values[:, 0], 2 * coefficient * (values - wanted[micro, None]) / len(rows)
+            own = values[:, 0]
+            members = [which == u for u in micro]
+            slopes = torch.stack([(value - wanted[m]).sum() for value, m in zip(own, members)])
+            return own, 2 * coefficient * slopes[:, None] / len(rows)
 
-        return self._step([(row,) for row in rows], loss, lambda values: coefficient * value_loss(values, wanted))
+        step = self._step([(row,) for row in distinct], loss, lambda v: coefficient * value_loss(v[which], wanted))
+        return replace(step, values=[step.values[u] for u in which.tolist()])

@@ -131,6 +131,7 @@ def scalar_cases(bench: Bench) -> list[dict]:
     for stage, budget, count in itertools.product((1, 2, 3), (40, 4096), (1, 5)):
         r = random.Random(stage * 10 + count)
         pairs = [([r.randrange(3, 320) for _ in range(r.randint(2, 19))], [7, 8, 9 + k]) for k in range(count)]
+        pairs[count // 2] = (pairs[0][0], pairs[count // 2][1])  # a critic of prompts reads it once for both responses
         targets = [r.uniform(-2, 2) for _ in pairs]
         for kind in ("reward", "value"):
             plain = cases.tiny_scalar(70)
