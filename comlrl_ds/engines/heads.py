@@ -27,15 +27,20 @@ class ValueHead:
 
 
 def make_head(width: int, seed: int, kind: str, hidden_dim: int | None) -> nn.Sequential:
-    """The head; equal seeds give equal heads, whatever was drawn before, and nobody else's draws are moved."""
+    """The head; equal seeds give equal heads, whatever was drawn before, and nobody else's draws are moved.
+
+    Its last weights start as N(0, 1/(n+1)²) of n inputs, without bias: a first value near 0. A language model's last hidden states
+    are long, and with weights of usual size (n^−½) two texts start as far apart as the whole fit moves them. What a fit of some
+    hundred pairs learns would drown in that.
+    """
     sizes = [width, *([hidden_dim] if hidden_dim else []), 1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[nn.Module] = []
         for k, (a, b) in enumerate(itertools.pairwise(sizes)):
             layer = nn.Linear(a, b)
-            if kind == "value":
-                nn.init.normal_(layer.weight, 0.0, 0.02)
+            if k == len(sizes) - 2:
+                nn.init.normal_(layer.weight, 0.0, 1 / (a + 1))
                 nn.init.zeros_(layer.bias)
             layers += [layer, nn.Tanh()] if k < len(sizes) - 2 else [layer]
     return nn.Sequential(*layers)
