@@ -22,17 +22,17 @@ from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 
 def build_scalar(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
-    head_seed: int, kind: str, hidden_dim: int | None = None, freeze_backbone: bool = False, lora: LoraSettings | None = None,
+    head_seed: int, hidden_dim: int | None = None, freeze_backbone: bool = False, lora: LoraSettings | None = None,
 ) -> ScalarEngine:  # fmt: skip
     """The engine of a reward model or critic, for `Cluster.create`; the head starts from its seed.
 
     Args:
-        source, plan, checkpointing, lora: see `build_policy`. head_seed, kind, hidden_dim, freeze_backbone: see `ScalarModel`.
+        source, plan, checkpointing, lora: see `build_policy`. head_seed, hidden_dim, freeze_backbone: see `ScalarModel`.
     """
     backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
     if lora:
         add_lora(backbone, lora, source=source, seed=head_seed, dropout=dropout)
-    model = ScalarModel(backbone, head_seed=head_seed, kind=kind, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
+    model = ScalarModel(backbone, head_seed=head_seed, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
     return ScalarEngine(seat.role, model, copy.deepcopy(plan))
 
 
@@ -64,7 +64,7 @@ def build_policy(
     head = None
     if value_head:
         width = lm.config.get_text_config().hidden_size
-        head = make_head(width, value_head.seed, "value", value_head.hidden_dim).to(getattr(torch, plan.dtype))
+        head = make_head(width, value_head.seed, value_head.hidden_dim).to(getattr(torch, plan.dtype))
     return PolicyEngine(
         seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks, value_head=head
     )

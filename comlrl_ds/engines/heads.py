@@ -26,12 +26,12 @@ class ValueHead:
     hidden_dim: int | None
 
 
-def make_head(width: int, seed: int, kind: str, hidden_dim: int | None) -> nn.Sequential:
+def make_head(width: int, seed: int, hidden_dim: int | None) -> nn.Sequential:
     """The head; equal seeds give equal heads, whatever was drawn before, and nobody else's draws are moved.
 
-    Its last weights start as N(0, 1/(n+1)²) of n inputs, without bias: a first value near 0. A language model's last hidden states
-    are long, and with weights of usual size (n^−½) two texts start as far apart as the whole fit moves them. What a fit of some
-    hundred pairs learns would drown in that.
+    Its last weights start as N(0, 1/(n+1)²) of n inputs, without bias, so that first values are near 0. A language model's last
+    hidden states are long: with weights of the usual size, n^−½, two texts start as far apart as a whole fit moves them, and
+    what some hundred pairs teach drowns in that.
     """
     sizes = [width, *([hidden_dim] if hidden_dim else []), 1]
     with torch.random.fork_rng(devices=[]):

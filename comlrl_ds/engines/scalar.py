@@ -27,18 +27,17 @@ class ScalarModel(nn.Module):
 
     Args:
         backbone: a transformers model that gives hidden states. head_seed: of the head's first values.
-        kind: "reward" starts the head as torch's Linear does, "value" with weights N(0, 0.02²) and no bias.
         hidden_dim: width of a layer before the head; None: none. freeze_backbone: only the head learns.
     """
 
     def __init__(
-        self, backbone: Any, *, head_seed: int, kind: str = "reward", hidden_dim: int | None = None,
+        self, backbone: Any, *, head_seed: int, hidden_dim: int | None = None,
         freeze_backbone: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.backbone = backbone
         width, dtype = backbone.config.get_text_config().hidden_size, next(backbone.parameters()).dtype
-        self.head = make_head(width, head_seed, kind, hidden_dim).to(dtype)
+        self.head = make_head(width, head_seed, hidden_dim).to(dtype)
         if freeze_backbone:
             backbone.requires_grad_(False)
 

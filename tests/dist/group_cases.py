@@ -31,7 +31,7 @@ def build_tiny(
     lm = tiny_lm(seed, scale=2.0, tied=tied, layers=layers).to(getattr(torch, plan.dtype))
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    head = make_head(64, seed, "value", value_head).to(getattr(torch, plan.dtype)) if value_head else None
+    head = make_head(64, seed, value_head).to(getattr(torch, plan.dtype)) if value_head else None
     return PolicyEngine(seat.role, lm, plan, layout=layout, chunk=16, value_head=head)
 
 

@@ -78,7 +78,7 @@ class _Case:
 
     def by_torch(self, i: int, role: str, clip: float | None):
         """(value loss, mean gap, model and head with their gradients) of one agent, sample by sample."""
-        lm, head = tiny_lm(SEEDS[role], scale=2.0), make_head(64, SEEDS[role], "value", 8)
+        lm, head = tiny_lm(SEEDS[role], scale=2.0), make_head(64, SEEDS[role], 8)
         total, value_total, gaps = torch.zeros(()), torch.zeros((), dtype=torch.float64), []
         count = len(self.batch) * self.samples
         for (k, task), g in itertools.product(enumerate(self.batch), range(self.samples)):

@@ -110,7 +110,7 @@ def test_critics_give_the_baseline_and_learn(tmp_path, tiny_model, algorithm, ki
 
     @torch.no_grad()
     def value(critic, row):
-        model = ScalarModel(backbone, head_seed=seed_of(5, "critic_head", critic), kind="value")
+        model = ScalarModel(backbone, head_seed=seed_of(5, "critic_head", critic))
         return float(model.head(backbone(input_ids=torch.tensor([list(row)]))[0][0, -1]))
 
     journal = [json.loads(x) for x in (run / "preference_replay/journal_0001.jsonl").read_text().splitlines()]

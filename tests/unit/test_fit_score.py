@@ -1,4 +1,4 @@
-"""What a fit of the reward model says of itself."""
+"""What a fit of the reward model starts from, and what it says of itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 import pytest
 
+import torch
+
+from comlrl_ds.engines.heads import make_head
 from comlrl_ds.learners.scalar import fit_score
 
 
@@ -25,3 +28,12 @@ def test_few_pairs_or_none():
     assert all(map(math.isnan, (*fit_score([], []).by_gap, fit_score([], []).loss, fit_score([], []).accuracy)))
     small, middle, large = fit_score([1.0, -1.0], [0.3, 0.2]).by_gap
     assert (small, middle) == (0.0, 1.0) and math.isnan(large)
+
+
+@pytest.mark.parametrize("hidden_dim", [None, 32])
+def test_first_values_are_near_zero(hidden_dim):
+    """Of states as long as a language model's: entries of size 3."""
+    states = 3 * torch.randn(200, 576, generator=torch.Generator().manual_seed(0))
+    first, second = (make_head(576, seed, hidden_dim)(states).flatten() for seed in (1, 2))
+    assert 0 < first.std() < 0.25 and abs(first.mean()) < 0.1
+    assert torch.equal(first, make_head(576, 1, hidden_dim)(states).flatten()) and not torch.equal(first, second)

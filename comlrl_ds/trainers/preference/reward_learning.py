@@ -82,7 +82,7 @@ class RewardLearner:
         build = call(
             build_scalar, self._source.folder, session.plan(REWARD_ROLE), dropout=not args.disable_dropout,
             attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
-            head_seed=seed_of(self._seed, "reward_head"), kind="reward", freeze_backbone=args.reward_freeze_backbone,
+            head_seed=seed_of(self._seed, "reward_head"), freeze_backbone=args.reward_freeze_backbone,
             lora=args.reward_lora,
         )  # fmt: skip
         session.start({REWARD_ROLE: build})
