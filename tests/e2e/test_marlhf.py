@@ -97,7 +97,7 @@ def test_critics_give_the_baseline_and_learn(tmp_path, tiny_model, algorithm, ki
     seen = []
     args = {
         "rl_algorithm": algorithm, "critic_type": kind, "num_generations": 2, "rollout_buffer_size": 4, "train_batch_size": 3,
-        "advantage_normalization": False, "critic_learning_rate": 1e-2, "num_train_epochs": 3,
+        "advantage_normalization": False, "critic_learning_rate": 3e-4, "num_train_epochs": 3, "agent_learning_rate": 1e-6,
     }  # fmt: skip
     with trainer(
         tmp_path / "run", tiny_model, args=args, metrics_callback=lambda samples: seen.append(samples) or {"n": len(samples)}
@@ -131,7 +131,13 @@ def test_critics_give_the_baseline_and_learn(tmp_path, tiny_model, algorithm, ki
         for agent in [0, 1] if algorithm == "maac" else [critic]:
             assert first[f"rl/advantage_abs/agent_{agent}"] == pytest.approx(sum(sizes) / 4, rel=1e-4)
         losses = [row[f"value/loss/agent_{critic}"] for row in rows(run, f"value/loss/agent_{critic}")]
-        assert len(losses) == 15 and sum(losses[-5:]) < sum(losses[:5])  # 3 epochs of 3 buffers: 4, 4 and 2 responses, 3 a step
+        # 3 epochs of 3 buffers: 4, 4 and 2 responses, 3 a step. Beside a critic that says 0 it does better from epoch to epoch.
+        left = []
+        for epoch in range(3):
+            own = sum(n * loss for n, loss in zip((3, 1, 3, 1, 2), losses[5 * epoch : 5 * epoch + 5], strict=True))
+            nothing = sum(sample["reward"] ** 2 for buffer in seen[3 * epoch : 3 * epoch + 3] for sample in buffer)
+            left.append(own / (0.6 * nothing))
+        assert left[2] < left[0] and left[2] < 0.9
         name = "critic" if algorithm == "maac" else f"critic_{critic}"
         assert (run / "final" / name / "scalar_head.safetensors").exists()
 
