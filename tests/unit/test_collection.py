@@ -145,7 +145,7 @@ def test_trained_ids_are_the_sampled_ones_also_where_the_text_tokenises_differen
             ):
                 assert tuple(ids) == journaled[pair.item, agent, candidate]
                 changed += list(ids) != tokenizer(text)["input_ids"]
-                targets = pack([tokens], score_last_token=True).target.tolist()
+                targets = pack([tokens.group(True)], "shared").target.tolist()
                 assert targets == [*tokens.winner, *tokens.loser]
     assert changed > len(pairs)  # most differ with a vocabulary this small: the test can fail
 
