@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, nargs="+", default=[2e-5], help="several: a fit with each")
     parser.add_argument("--batch", type=int, default=4, help="pairs per step of the fit")
     parser.add_argument(
-        "--max-length", type=int, default=96, help="longest joint text; longer ones lose the starts of their prompts"
+        "--max-length", type=int, default=128, help="longest joint text; longer ones lose the starts of their prompts"
     )
     parser.add_argument("--eval-fraction", type=float, default=0.3, help="share of the tasks that are held out")
     parser.add_argument("--rollout", choices=("vllm", "transformers"), default="vllm")
