@@ -17,7 +17,7 @@ from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.heads import VALUE_HEAD, save_head
 from comlrl_ds.engines.lora import anchored, save_adapter
-from comlrl_ds.engines.scorer import PROBE_TOLERANCE, Scorer, completion_logprobs, fit_to_model, inputs_of
+from comlrl_ds.engines.scorer import Scorer, completion_logprobs, fit_engine, inputs_of
 from comlrl_ds.maths.advantages import importance_weights
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
 from comlrl_ds.maths.packing import Completions, Layout, PairTokens, pack, pack_sequences, row_length, share_out
@@ -59,16 +59,7 @@ class PolicyEngine(ZeroEngine):
         self.scorer, self._host_ranks = Scorer(lm, chunk, value_head), host_ranks
         self._graph: _Graph | None = None
         super().__init__(name, self.scorer, lm.config, plan, "lm.")
-        try:
-            self.layout: Layout = fit_to_model(
-                self.scorer,
-                lambda batch: self._engine(**inputs_of(batch)),
-                layout,
-                PROBE_TOLERANCE[plan.dtype],
-                self.device,
-            )
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        self.layout: Layout = fit_engine(name, self.scorer, self._engine, layout, plan.dtype, self.device)
 
     # --- scoring
     def score_pairs(

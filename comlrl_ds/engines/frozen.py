@@ -10,7 +10,7 @@ import torch
 
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.ds_config import EnginePlan, fill_hidden_size
-from comlrl_ds.engines.scorer import PROBE_TOLERANCE, Scorer, completion_logprobs, fit_to_model, inputs_of
+from comlrl_ds.engines.scorer import Scorer, completion_logprobs, fit_engine
 from comlrl_ds.maths.packing import Completions, Layout
 
 
@@ -38,16 +38,7 @@ class FrozenEngine:
         else:
             self.scorer.to(device)
         # As an actor does: a KL between two ways of reading the same logits would not be 0 where policies are equal.
-        try:
-            self.layout: Layout = fit_to_model(
-                self.scorer,
-                lambda batch: self._forward(**inputs_of(batch)),
-                layout,
-                PROBE_TOLERANCE[plan.dtype],
-                self.device,
-            )
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        self.layout: Layout = fit_engine(name, self.scorer, self._forward, layout, plan.dtype, self.device)
 
     def completion_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
         """log p of every token of each completion; a collective of the group, whose ranks share the prompts out."""

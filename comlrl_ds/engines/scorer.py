@@ -100,6 +100,14 @@ def completion_logprobs(
     return [[part.tolist() for part in group.split(of_group)] for group, of_group in zip(parts_of, sizes)]
 
 
+def fit_engine(name: str, scorer: Scorer, forward: Any, layout: Layout | str, dtype: str, device: str) -> Layout:
+    """`fit_to_model` for an engine: `forward` is the scorer or what wraps it, and errors begin with the engine's name."""
+    try:
+        return fit_to_model(scorer, lambda batch: forward(**inputs_of(batch)), layout, PROBE_TOLERANCE[dtype], device)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 @torch.no_grad()
 def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, device: str) -> Layout:
     """Finds out what the loaded model's forward takes, with one short probe.
