@@ -19,7 +19,7 @@ SMALL = [
     "args.reference_kl_coef=0.05", "task.train_limit=4", "args.preference_num_candidates=4", "args.comparator_num_candidates=4",
     "args.max_new_tokens=[24,48]", "args.num_train_epochs=1", "args.eval_interval=0", "run.checkpoint_interval=1",
 ]  # fmt: skip
-LORA = "{r: 16, lora_alpha: 32}"
+LORA = "{r: 8, lora_alpha: 16}"
 KINDS = {
     "full": [],
     "lora": [f"agents.0.lora={LORA}", f"agents.1.lora={LORA}", f"args.reward_lora={LORA}"],
