@@ -36,9 +36,9 @@ def measure(model: Path, more: list[str], place: Path) -> dict[str, float]:
         raise SystemExit(f"the run in {place} failed; its lines are above")
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     syncs = [row["rollout/sync_bytes"] for row in rows if "rollout/sync_bytes" in row]
-    # The last, of weights that were sent: the first buffer is sampled with those that the engine read itself.
     gaps = [row["rl/logprob_gap/agent_0"] for row in rows if "rl/logprob_gap/agent_0" in row]
     disk = sum(f.stat().st_size for f in (place / "checkpoints").rglob("*") if f.is_file())
+    # The last gap is that of weights that were sent: the first buffer is sampled with those that the engine read itself.
     return {
         "peak_gb": used.ru_maxrss * 1024 / 1e9, "sync_mb": max(syncs) / 1e6, "logprob_gap": gaps[-1],
         "checkpoints_gb": disk / 1e9,
