@@ -16,7 +16,7 @@ from comlrl_ds.config.task import LoadedTask, check_tasks, load_task
 from comlrl_ds.planning.role_models import agent_models
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import PromptError, check_formatters, formatted
-from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
+from comlrl_ds.rollout.start import length_limit, vllm_is_installed
 
 
 def check_task(run_file: RunFile, base: Path) -> dict[str, str]:
@@ -40,8 +40,8 @@ def check_task(run_file: RunFile, base: Path) -> dict[str, str]:
         found.of(partial(_check_folder, folder, named, f"agents.{i}.model"))
     limits = args.token_limits
     for i, (folder, new) in enumerate(zip(folders, limits)):
-        if (folder / "config.json").is_file() and new >= (room := max_model_len(run_file.rollout, str(folder))):
-            message = f"agent {i}: {new} new tokens leave no room for a prompt in {room} tokens (rollout.max_model_len)"
+        is_model = (folder / "config.json").is_file()
+        if is_model and (message := length_limit(run_file.rollout, str(folder)).no_room(new, f"agent {i}")):
             found.add("args.max_new_tokens", message)
     if isinstance(args, MADPOIterConfig):
         _check_comparator(args, base, found)

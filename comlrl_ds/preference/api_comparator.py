@@ -17,7 +17,7 @@ import httpx
 
 from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.config.errors import ConfigError, Problem, nearest
-from comlrl_ds.preference.api_formats import APIRequest, format_of
+from comlrl_ds.preference.api_formats import Answer, APIRequest, format_of
 from comlrl_ds.preference.api_transport import Fault, Transport
 from comlrl_ds.rollout.base import Sampling
 
@@ -47,10 +47,14 @@ class APIFailure:
 
 @dataclass(frozen=True)
 class APIAnswer:
-    """One text per candidate; None where the HTTP request that asked for it failed."""
+    """One answer per candidate; None where the HTTP request that asked for it failed."""
 
-    texts: tuple[str | None, ...]
+    answers: tuple[Answer | None, ...]
     failures: tuple[APIFailure, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str | None, ...]:
+        return tuple(a.text if a else None for a in self.answers)
 
 
 @dataclass
@@ -78,15 +82,15 @@ class APIComparator:
     Args:
         settings: where and how to ask.
         sampling: temperature, top_p and top_k, as far as the format sends them.
-        on_text: told (round, item, agent, candidate, text) of every answer when it arrives, in the comparator's thread:
+        on_answer: told (round, item, agent, candidate, answer) of every answer when it arrives, in the comparator's thread:
             whatever it writes to has to be safe there. An error of it ends the asking.
     """
 
     def __init__(
-        self, settings: APISettings, sampling: Sampling, on_text: Callable[[int, int, int, int, str], None] | None = None
+        self, settings: APISettings, sampling: Sampling, on_answer: Callable[[int, int, int, int, Answer], None] | None = None
     ) -> None:
         self.settings, self.counters = settings, APICounters()
-        self._format, self._on_text = format_of(settings, sampling), on_text
+        self._format, self._on_answer = format_of(settings, sampling), on_answer
         self._scrub_answer = settings.answer_scrubber()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -94,7 +98,7 @@ class APIComparator:
         self._asking: Asking | None = None
         self._told = False
 
-    def ask(self, requests: Sequence[APIRequest], *, round: int = 0, known: Mapping[AnswerKey, str] | None = None) -> Asking:
+    def ask(self, requests: Sequence[APIRequest], *, round: int = 0, known: Mapping[AnswerKey, Answer] | None = None) -> Asking:
         """Starts asking at once; gives (index into `requests`, answer or failure) as they finish.
 
         A request has finished when all its candidates have; it is a failure when none of them has a text. The limit
@@ -121,8 +125,8 @@ class APIComparator:
             _Pending(r, [(known or {}).get((round, r.index, r.agent, j)) for j in range(r.candidates)]) for r in requests
         ]
         for p in pending:
-            missing = [j for j, text in enumerate(p.texts) if text is None]
-            self.counters.known += len(p.texts) - len(missing)
+            missing = [j for j, answer in enumerate(p.answers) if answer is None]
+            self.counters.known += len(p.answers) - len(missing)
             size = max(1, self._format.per_request(len(missing)))
             p.parts = [missing[start : start + size] for start in range(0, len(missing), size)]
         self._asking = Asking(self._loop, self.settings, self.counters, pending, partial(self._fetch, round))
@@ -145,18 +149,18 @@ class APIComparator:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    async def _fetch(self, round: int, request: APIRequest, part: list[int], stop: asyncio.Event) -> list[str] | Fault:
-        """Texts of the candidates in `part`, by one HTTP request and its retries; all or none of them."""
+    async def _fetch(self, round: int, request: APIRequest, part: list[int], stop: asyncio.Event) -> list[Answer] | Fault:
+        """Answers of the candidates in `part`, by one HTTP request and its retries; all or none of them."""
         assert self._transport is not None
         count = len(part)
 
-        def read(answer: Any) -> list[str]:
-            texts = self._format.read(answer)
-            if len(texts) < count:
-                few = f"{len(texts)} answers instead of {count}"
+        def read(answer: Any) -> list[Answer]:
+            found = self._format.read(answer)
+            if len(found) < count:
+                few = f"{len(found)} answers instead of {count}"
                 hint = " (comparator_api_max_n_per_request: 1 asks for one at a time)"
                 raise Fault(few + hint * (self.settings.format == "openai" and count > 1), retried=True)
-            return [self._scrub_answer(text) for text in texts[:count]]
+            return [a._replace(text=self._scrub_answer(a.text)) for a in found[:count]]
 
         got = await self._transport.fetch(*self._format.build(request, count), read, stop)
         attempts = got.attempts if isinstance(got, Fault) else got[1]
@@ -164,10 +168,10 @@ class APIComparator:
         self.counters.retries += attempts - 1
         if isinstance(got, Fault):
             return got
-        for j, text in zip(part, got[0]):
+        for j, answer in zip(part, got[0]):
             self.counters.answers += 1
-            if self._on_text:
-                self._on_text(round, request.index, request.agent, j, text)
+            if self._on_answer:
+                self._on_answer(round, request.index, request.agent, j, answer)
         return got[0]
 
     def _check_fields(self, requests: Sequence[APIRequest]) -> None:
@@ -198,14 +202,14 @@ class Asking(Iterator[tuple[int, APIAnswer | APIFailure]]):
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, settings: APISettings, counters: APICounters, pending: list[_Pending],
-        fetch: Callable[[APIRequest, list[int], asyncio.Event], Coroutine[Any, Any, list[str] | Fault]],
+        fetch: Callable[[APIRequest, list[int], asyncio.Event], Coroutine[Any, Any, list[Answer] | Fault]],
     ) -> None:  # fmt: skip
         self.finished = False
         self._loop, self._settings, self._counters, self._pending, self._fetch = loop, settings, counters, pending, fetch
         self._done: queue.SimpleQueue[tuple[int, APIAnswer | APIFailure] | BaseException | None] = queue.SimpleQueue()
         self._stop = asyncio.Event()
         self._error: ComparatorAPIError | None = None
-        self._total = sum(len(p.texts) for p in pending)
+        self._total = sum(len(p.answers) for p in pending)
         self._missing = self._failed = self._hopeless = 0
         self._succeeded = False
         for k, p in enumerate(pending):
@@ -262,8 +266,8 @@ class Asking(Iterator[tuple[int, APIAnswer | APIFailure]]):
                 self._fail(pending, part, got)
             else:
                 self._succeeded = True
-                for j, text in zip(part, got):
-                    pending.texts[j] = text
+                for j, answer in zip(part, got):
+                    pending.answers[j] = answer
             pending.ended += 1
             if pending.ended == len(pending.parts):
                 self._done.put((k, pending.result()))
@@ -292,16 +296,16 @@ class Asking(Iterator[tuple[int, APIAnswer | APIFailure]]):
 
 @dataclass
 class _Pending:
-    """A request on its way: its texts so far, and the candidates that each of its HTTP requests asks for."""
+    """A request on its way: its answers so far, and the candidates that each of its HTTP requests asks for."""
 
     request: APIRequest
-    texts: list[str | None]
+    answers: list[Answer | None]
     parts: list[list[int]] = field(default_factory=list)
     ended: int = 0
     failures: list[APIFailure] = field(default_factory=list)
 
     def result(self) -> APIAnswer | APIFailure:
-        if not self.failures or any(text is not None for text in self.texts):
-            return APIAnswer(tuple(self.texts), tuple(self.failures))
+        if not self.failures or any(answer is not None for answer in self.answers):
+            return APIAnswer(tuple(self.answers), tuple(self.failures))
         last, attempts = self.failures[-1], sum(f.attempts for f in self.failures)
-        return APIFailure(last.reason, attempts, tuple(range(len(self.texts))), last.status)
+        return APIFailure(last.reason, attempts, tuple(range(len(self.answers))), last.status)

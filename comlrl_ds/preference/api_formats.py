@@ -8,12 +8,22 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.rollout.base import Sampling
 
 Messages = Sequence[Mapping[str, Any]]
+# The reasons that servers give for an answer which its writer ended. Any other one (length, max_tokens, max_output_tokens,
+# incomplete, content_filter, refusal …) means that it was cut off.
+ENDS = frozenset({"stop", "end_turn", "stop_sequence", "eos", "eos_token", "completed", "complete"})
+
+
+class Answer(NamedTuple):
+    """A text, and whether its writer ended it; False: a token limit or a filter of the server did."""
+
+    text: str
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,11 @@ class APIFormat(ABC):
         assert self.settings.url
         return self.settings.url, self.headers(), json.dumps(body, allow_nan=False).encode("ascii")
 
-    def read(self, answer: Any) -> list[str]:
-        """The texts of a parsed answer; null and empty ones are left out, so too few are left where any is missing."""
-        return [_clean(text) for text in self.texts(answer) if text]
+    def read(self, answer: Any) -> list[Answer]:
+        """The answers in a parsed response; null and empty ones are left out, so too few are left where any is missing."""
+        texts, ends = self.texts(answer), self.ends(answer)
+        ends += [None] * (len(texts) - len(ends))
+        return [Answer(_clean(text), end is None or end in ENDS) for text, end in zip(texts, ends) if text]
 
     def headers(self) -> dict[str, str]:
         """Content type, the user's headers, then the key's; names differ in more than case."""
@@ -80,6 +92,10 @@ class APIFormat(ABC):
     @abstractmethod
     def texts(self, answer: Any) -> list[str | None]:
         """The answers' texts in order; whatever has another form than this format's gives none."""
+
+    @abstractmethod
+    def ends(self, answer: Any) -> list[str | None]:
+        """Why each of these texts ended, in the server's word; None where it does not say."""
 
 
 class Generic(APIFormat):
@@ -114,13 +130,22 @@ class Generic(APIFormat):
         return fields
 
     def texts(self, answer: Any) -> list[str | None]:
+        return [self._text(entry) for entry in self._entries(answer)]
+
+    def ends(self, answer: Any) -> list[str | None]:
+        beside = _list(_at(answer, "finish_reasons"))
+        named = [_word(_at(e, "finish_reason"), _at(e, "stop_reason")) for e in self._entries(answer)]
+        beside += [_word(_at(answer, "finish_reason"), _at(answer, "stop_reason"))] * (len(named) - len(beside))
+        return [_word(own, other) for own, other in zip(named, beside)]
+
+    def _entries(self, answer: Any) -> list[Any]:
         found: Any = answer
         for part in self.settings.response_field.split("."):
             found = _at(found, part)
         if found is None:
             usual = (_at(answer, name) for name in ("completions", "responses", "outputs", "choices"))
             found = next((f for f in usual if f is not None), None)
-        return [self._text(entry) for entry in ([found] if isinstance(found, str) else _list(found))]
+        return [found] if isinstance(found, str) else _list(found)
 
     @staticmethod
     def _text(entry: Any) -> str | None:
@@ -153,6 +178,9 @@ class OpenAI(APIFormat):
         texts = [(_joined(_at(c, "message", "content")), _joined(_at(c, "text"))) for c in choices]
         return [text if content is None else content for content, text in texts]
 
+    def ends(self, answer: Any) -> list[str | None]:
+        return [_word(_at(choice, "finish_reason")) for choice in _list(_at(answer, "choices"))]
+
 
 class Anthropic(APIFormat):
     """Messages: one answer per request → content[] blocks of type text, joined. System messages go where it wants them."""
@@ -181,6 +209,9 @@ class Anthropic(APIFormat):
     def texts(self, answer: Any) -> list[str | None]:
         return [_joined([block for block in _list(_at(answer, "content")) if _at(block, "type") == "text"])]
 
+    def ends(self, answer: Any) -> list[str | None]:
+        return [_word(_at(answer, "stop_reason"))]
+
 
 class OpenAIResponses(APIFormat):
     """Responses: one answer per request → output[].content[] blocks of type output_text or text, joined."""
@@ -195,6 +226,9 @@ class OpenAIResponses(APIFormat):
     def texts(self, answer: Any) -> list[str | None]:
         blocks = [block for entry in _list(_at(answer, "output")) for block in _list(_at(entry, "content"))]
         return [_joined([block for block in blocks if _at(block, "type") in ("output_text", "text")])]
+
+    def ends(self, answer: Any) -> list[str | None]:
+        return [_word(_at(answer, "incomplete_details", "reason"), _at(answer, "status"))]
 
 
 CLASSES: dict[str, type[APIFormat]] = {
@@ -245,6 +279,11 @@ def _at(value: Any, *names: str) -> Any:
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def _word(*values: Any) -> str | None:
+    """The first of these that is a text."""
+    return next((value for value in values if isinstance(value, str)), None)
 
 
 def _list(value: Any) -> list[Any]:

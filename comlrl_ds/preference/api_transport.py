@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -20,6 +20,8 @@ from comlrl_ds.config.api_settings import APISettings, Scrubber
 RETRIED = frozenset({408, 409, 425, 429})
 MAX_REDIRECTS = 3
 LONGEST_REASON = 300
+
+T = TypeVar("T")
 
 
 class Fault(Exception):
@@ -58,8 +60,8 @@ class Transport:
         self._log_filter.remove()
 
     async def fetch(
-        self, url: str, headers: dict[str, str], body: bytes, read: Callable[[Any], list[str]], stop: asyncio.Event
-    ) -> tuple[list[str], int] | Fault:
+        self, url: str, headers: dict[str, str], body: bytes, read: Callable[[Any], T], stop: asyncio.Event
+    ) -> tuple[T, int] | Fault:
         """(what `read` takes from the parsed answer, tries made), or the fault that ended the last try.
 
         Args:
@@ -93,7 +95,7 @@ class Transport:
         longest, backoff = self._settings.max_wait, self._settings.backoff * 2.0 ** (attempt - 1)
         return min(longest, max(asked or 0.0, min(longest, backoff) * self._jitter.uniform(0.5, 1.0)))
 
-    async def _attempt(self, url: str, headers: dict[str, str], body: bytes, read: Callable[[Any], list[str]]) -> list[str]:
+    async def _attempt(self, url: str, headers: dict[str, str], body: bytes, read: Callable[[Any], T]) -> T:
         response = await self._client.post(url, content=body, headers=headers)
         for _ in range(MAX_REDIRECTS):
             if not response.has_redirect_location:

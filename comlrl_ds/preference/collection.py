@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from comlrl_ds.preference.journal import Journal, Known
 from comlrl_ds.preference.oracle import INVALID, MISSING, Oracle, OracleError, Score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.teams import Read, Team
-from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, Sampling
+from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RequestsRefused, RolloutError, Sampling
 from comlrl_ds.rollout.pool import RolloutPool
 
 REQUESTS_PER_CHUNK = 4096
@@ -28,6 +28,8 @@ class SampledItem:
         completions: [writer][candidate]; empty where answers came as texts.
         texts: [role][candidate], what the oracle reads. scores: [candidate]; `MISSING` where there is no answer.
         written: [writer][candidate]; the same as `texts` where each role has its writer.
+        converted: [agent][candidate], the texts in the agents' tokens, where others wrote them.
+        cut, unfinished: as in `Read`.
     """
 
     joint: JointPrompt
@@ -37,6 +39,9 @@ class SampledItem:
     written: list[list[str]] = field(default_factory=list)
     missing: frozenset[int] = frozenset()
     stream: str = TARGET
+    converted: list[list[Completion]] | None = None
+    cut: int = 0
+    unfinished: int = 0
 
     @property
     def values(self) -> list[float]:
@@ -49,6 +54,7 @@ class SampledItem:
     def take(self, read: Read) -> None:
         """The candidates as texts."""
         self.written, self.texts, self.missing = read.written, read.texts, read.missing
+        self.converted, self.cut, self.unfinished = read.completions, read.cut, read.unfinished
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,10 @@ class Side:
     prompts: Sequence[JointPrompt]
     candidates: int
     stream: str
+
+
+# (side, task, writer, candidate)
+_Key = tuple[Side, SampledItem, int, int]
 
 
 class JointSampler:
@@ -184,7 +194,7 @@ class _Walk:
         missing = {id(item): side.candidates * side.team.size for side, part in zip(sides, parts) for item in part}
         policies = {name: weights for side in sides for name, weights in side.policies.items()}
         left = [k for k, (key, request) in enumerate(zip(keys, requests)) if not self._take_known(key, request, missing)]
-        for position, completion in self._sampler.pool.generate([requests[k] for k in left], policies, self._sampling):
+        for position, completion in self._sampled([requests[k] for k in left], policies, [keys[k] for k in left]):
             k = left[position]
             side, item, writer, candidate = keys[k]
             if self._journal:
@@ -198,7 +208,22 @@ class _Walk:
                 self._take(job)
         return parts
 
-    def _take_known(self, key: tuple[Side, SampledItem, int, int], request: Request, missing: dict[int, int]) -> bool:
+    def _sampled(
+        self, requests: Sequence[Request], policies: dict[str, PolicyWeights], keys: Sequence[_Key]
+    ) -> Iterator[tuple[int, Completion]]:
+        """What the engines give. A refused request ends the run after all others have been answered and journaled."""
+        try:
+            yield from self._sampler.pool.generate(requests, policies, self._sampling)
+        except RequestsRefused as error:
+            k, reason = error.refused[0]
+            side, item, writer, candidate = keys[k]
+            raise RolloutError(
+                f"an engine refused {len(error.refused)} of {len(requests)} requests, first task {item.joint.index},"
+                f" {side.team.name(writer)}, candidate {candidate} ({len(requests[k].prompt)} tokens, and"
+                f" {requests[k].max_new_tokens} new ones): {reason}; all others are in the journal"
+            ) from None
+
+    def _take_known(self, key: _Key, request: Request, missing: dict[int, int]) -> bool:
         """Places what was sampled before with the same seed."""
         side, item, writer, candidate = key
         found = self._known.completions.get((side.stream, self._round, item.joint.index, writer, candidate))
@@ -207,7 +232,7 @@ class _Walk:
         self._place(key, found[1], missing)
         return True
 
-    def _place(self, key: tuple[Side, SampledItem, int, int], completion: Completion, missing: dict[int, int]) -> None:
+    def _place(self, key: _Key, completion: Completion, missing: dict[int, int]) -> None:
         """One completion more is there; with its last one a task goes to the scorer."""
         side, item, writer, candidate = key
         item.completions[writer][candidate] = completion

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from comlrl_ds.preference.api_formats import Answer
 from comlrl_ds.preference.oracle import Score
 from comlrl_ds.rollout.base import Completion
 
@@ -28,7 +29,7 @@ class Known:
 
     completions: dict[tuple[str, int, int, int, int], tuple[int, Completion]] = field(default_factory=dict)
     scores: dict[tuple[str, int, int, int], Score] = field(default_factory=dict)
-    answers: dict[tuple[int, int, int, int], str] = field(default_factory=dict)
+    answers: dict[tuple[int, int, int, int], Answer] = field(default_factory=dict)
     sealed: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -38,7 +39,7 @@ class Journal:
     Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"}, with
     "logprobs" where they were asked for,
     {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid),
-    {"kind": "answer", "round", "item", "agent", "candidate", "text"} and {"kind": "sealed", "round", "report"}.
+    {"kind": "answer", "round", "item", "agent", "candidate", "text", "finished"} and {"kind": "sealed", "round", "report"}.
     """
 
     def __init__(self, file: Path) -> None:
@@ -83,7 +84,8 @@ def read_journal(file: Path) -> Known:
                 known.sealed[entry["round"]] = dict(entry["report"])
                 continue
             if entry["kind"] == "answer":
-                known.answers[entry["round"], entry["item"], entry["agent"], entry["candidate"]] = str(entry["text"])
+                answer = Answer(str(entry["text"]), bool(entry.get("finished", True)))
+                known.answers[entry["round"], entry["item"], entry["agent"], entry["candidate"]] = answer
                 continue
             where = (entry["stream"], entry["round"], entry["item"])
             if entry["kind"] == "completion":

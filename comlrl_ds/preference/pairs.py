@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from comlrl_ds.maths.seeds import generator_of
 from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.oracle import MISSING
 from comlrl_ds.preference.records import PreferencePair, make_pair
 from comlrl_ds.preference.selection import count_ties, select_compared, select_pairs
-from comlrl_ds.preference.teams import Team
-from comlrl_ds.rollout.base import Completion
 
 
 class InvalidScoresError(RuntimeError):
@@ -126,42 +123,6 @@ def _merged(ours: SampledItem, theirs: SampledItem) -> SampledItem:
         ours.joint, join(ours.completions, theirs.completions), join(ours.texts, theirs.texts),
         [*ours.scores, *theirs.scores], join(ours.written, theirs.written),
     )  # fmt: skip
-
-
-def in_agents_tokens(
-    item: SampledItem, joint: Any, team: Team, *, same_tokens: bool, split: bool, sections: bool = False
-) -> SampledItem:
-    """A comparator's task as the team's writers would have written it: their prompts, their token ids.
-
-    Args:
-        joint: the team's prompts of the task.
-        same_tokens: the comparator's ids are the team's, so they are kept; else texts are tokenised, and finished answers
-            end with the writer's stop token, as their own do.
-        split: each role's text is a response of its own; else one writer's answer holds them all.
-        sections: these texts were parts of a joint answer, each with its end.
-    """
-    if same_tokens:
-        return replace(item, joint=joint)
-    texts = item.texts if split else item.written
-    rows = []
-    for i, (tokenizer, candidates) in enumerate(zip(team.tokenizers, texts)):
-        stop = _end_of(tokenizer, team.stop_ids[i])
-        encoded = tokenizer(candidates, add_special_tokens=False)["input_ids"] if candidates else []
-        # A section is finished, as is an answer that came as text.
-        own = item.completions[i] if item.completions and not sections else None
-        row = []
-        for j, ids in enumerate(encoded):
-            end = own is None or own[j].finish_reason == "stop"
-            whole = tuple(ids) + (stop if end and tuple(ids[-1:]) != stop else ())
-            # An answer of no token at all cannot be stored; its stop token, or any, stands for it.
-            row.append(Completion(whole or stop or (0,), "stop" if end else "length", "text"))
-        rows.append(row)
-    return replace(item, joint=joint, completions=rows, written=texts)
-
-
-def _end_of(tokenizer: Any, stop_ids: Sequence[int]) -> tuple[int, ...]:
-    """The token with which a writer ends its answers: of several that stop it the tokenizer's own."""
-    return (tokenizer.eos_token_id,) if tokenizer.eos_token_id in stop_ids else tuple(stop_ids[:1])
 
 
 def _check_scores(sampled: Sequence[SampledItem], max_invalid_fraction: float) -> tuple[int, int]:

@@ -76,12 +76,15 @@ class PromptBuilder:
         formatters: one per agent.
         limits: longest prompt of each agent in tokens; what is longer is treated as `overlong` says.
         overlong: "error" | "drop" | "truncate_left".
+        more: what to do for longer prompts of each agent, for the error.
     """
 
     def __init__(
-        self, tokenizers: Sequence[Any], formatters: Sequence[Formatter], limits: Sequence[int], overlong: str = "error"
-    ):
+        self, tokenizers: Sequence[Any], formatters: Sequence[Formatter], limits: Sequence[int], overlong: str = "error",
+        more: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         self.tokenizers, self.formatters, self.limits, self.overlong = tokenizers, formatters, limits, overlong
+        self._more = more or ["raise rollout.max_model_len"] * len(limits)
         self.dropped = self.truncated = 0
 
     def build(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None) -> list[JointPrompt]:
@@ -93,13 +96,15 @@ class PromptBuilder:
         prompts: list[Prompt] = []
         for agent, (tokenizer, formatter, limit) in enumerate(zip(self.tokenizers, self.formatters, self.limits)):
             where = f"task {index}, agent {agent}"
-            prompt = self._fitted(tokenizer, formatted(formatter, item, where), limit, where)
+            prompt = self._fitted(tokenizer, formatted(formatter, item, where), limit, where, self._more[agent])
             if prompt is None:
                 return None
             prompts.append(prompt)
         return JointPrompt(index, item, tuple(prompts))
 
-    def _fitted(self, tokenizer: Any, content: str | Sequence[Mapping[str, Any]], limit: int, where: str) -> Prompt | None:
+    def _fitted(
+        self, tokenizer: Any, content: str | Sequence[Mapping[str, Any]], limit: int, where: str, more: str
+    ) -> Prompt | None:
         """A prompt that leaves room for its completion; None where its task is dropped."""
         prompt = encode_prompt(tokenizer, content, where)
         if len(prompt.ids) <= limit:
@@ -107,7 +112,7 @@ class PromptBuilder:
         if self.overlong == "error":
             raise PromptError(
                 f"{where}: the prompt has {len(prompt.ids)} tokens, but only {limit} leave room for the completion;"
-                " raise rollout.max_model_len, lower max_new_tokens, or set overlong_prompt to drop or truncate_left"
+                f" {more}, lower max_new_tokens, or set overlong_prompt to drop or truncate_left"
             )
         if self.overlong == "drop":
             self.dropped += 1
@@ -126,9 +131,9 @@ class JointPromptBuilder(PromptBuilder):
 
     def __init__(
         self, tokenizer: Any, formatters: Sequence[Formatter], join: Callable[[Mapping[str, Any], list[str], str], str],
-        limit: int, overlong: str = "error",
+        limit: int, overlong: str = "error", more: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__([tokenizer], formatters, [limit], overlong)
+        super().__init__([tokenizer], formatters, [limit], overlong, more)
         self._join = join
 
     def _joint(self, index: int, item: Mapping[str, Any]) -> JointPrompt | None:
@@ -138,7 +143,7 @@ class JointPromptBuilder(PromptBuilder):
         content: str | list[dict[str, str]] = self._join(item, texts, where)
         if not all(isinstance(c, str) for c in contents):  # chat messages ask for the chat template
             content = [{"role": "user", "content": str(content)}]
-        prompt = self._fitted(self.tokenizers[0], content, self.limits[0], where)
+        prompt = self._fitted(self.tokenizers[0], content, self.limits[0], where, self._more[0])
         return None if prompt is None else JointPrompt(index, item, (prompt,), tuple(texts))
 
 

@@ -16,6 +16,19 @@ class RolloutError(RuntimeError):
     """An engine died, went silent, refused a request, or holds wrong weights."""
 
 
+class RequestsRefused(RolloutError):
+    """Some requests of a submission were refused; all others have been answered.
+
+    Attributes:
+        refused: (index of the request in its submission, the engine's reason).
+    """
+
+    def __init__(self, refused: Sequence[tuple[int, str]]) -> None:
+        self.refused = list(refused)
+        count = f"{len(self.refused)} request{'s' * (len(self.refused) > 1)}"
+        super().__init__(f"{count} refused; the first: {self.refused[0][1]}")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The distribution that tokens are drawn from. `top_k` None and `top_p` 1 are off; `temperature` 0 is greedy.
@@ -105,7 +118,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def receive(self) -> list[tuple[int, Completion]] | None:
-        """Waits for the next finished completions, as (index in the submission, completion); None: all are there."""
+        """Waits for the next finished completions, as (index in the submission, completion); None: all are there.
+
+        Raises:
+            RequestsRefused: in place of None, where the engine refused some requests. It takes the next submission as usual.
+        """
 
     @abstractmethod
     def sync_weights(self, policy: PolicyWeights) -> SyncReport:

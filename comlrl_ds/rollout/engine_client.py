@@ -11,7 +11,16 @@ from typing import Any
 
 from comlrl_ds.cluster.channel import hear, tell
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
+from comlrl_ds.rollout.base import (
+    Completion,
+    PolicyWeights,
+    Request,
+    RequestsRefused,
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    SyncReport,
+)
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
 from comlrl_ds.rollout.host_sender import HostSender, Manifest, WeightClient, changed_share
 
@@ -169,6 +178,8 @@ class VLLMRollout(EngineClient):
     def receive(self) -> list[tuple[int, Completion]] | None:
         kind, value = self.calls.reply()
         if kind != "part":
+            if value:
+                raise RequestsRefused([(int(k), str(reason)) for k, reason in value])
             return None
         return [(k, Completion(tuple(ids), reason, self.held, tuple(scores))) for k, ids, reason, scores in value]
 

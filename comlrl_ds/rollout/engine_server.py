@@ -54,12 +54,17 @@ class VLLMServer:
     def ready(self, say: Callable[[Any], None]) -> dict[str, Any]:
         return {"pid": os.getpid(), "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
 
-    def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> int:
-        """Completions leave as they finish: ("part", [[index, ids, finish reason, log-probs], …])."""
+    def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> list[list[Any]]:
+        """Completions leave as they finish: ("part", [[index, ids, finish reason, log-probs], …]).
+
+        Returns:
+            [index, reason] of each request that vLLM refused; the others are answered.
+        """
         from vllm import SamplingParams
 
         self.submissions += 1
         prefix = f"{self.submissions}:"
+        refused: list[list[Any]] = []
         for k, r in enumerate(requests):
             parameters = SamplingParams(
                 max_tokens=r["max_new_tokens"],
@@ -73,12 +78,23 @@ class VLLMServer:
                 min_tokens=min(sampling["min_new_tokens"], r["max_new_tokens"]),
                 logprobs=0 if sampling["logprobs"] else None,  # of the sampled token alone
             )
-            self.engine.add_request(f"{prefix}{k}", {"prompt_token_ids": r["prompt"]}, parameters, lora_request=self.adapter)
-        while self.engine.has_unfinished_requests():
-            done = [[int(o.request_id.removeprefix(prefix)), *_sampled(o.outputs[0])] for o in self.engine.step() if o.finished]
-            if done:
-                say(["part", done])
-        return len(requests)
+            try:
+                self.engine.add_request(
+                    f"{prefix}{k}", {"prompt_token_ids": r["prompt"]}, parameters, lora_request=self.adapter
+                )
+            except Exception as error:  # vLLM validates each request by itself, and one that it refuses costs no other
+                refused.append([k, f"{type(error).__name__}: {error}"])
+        try:
+            while self.engine.has_unfinished_requests():
+                outputs = self.engine.step()
+                done = [[int(o.request_id.removeprefix(prefix)), *_sampled(o.outputs[0])] for o in outputs if o.finished]
+                if done:
+                    say(["part", done])
+        except BaseException:
+            # What is left in the queue must not be answered within the next submission.
+            self.engine.abort_request([f"{prefix}{k}" for k in range(len(requests))])
+            raise
+        return refused
 
     def logprobs(self, say: Callable[[Any], None], rows: list[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams
@@ -136,14 +152,17 @@ class TransformersServer:
     def ready(self, say: Callable[[Any], None]) -> dict[str, Any]:
         return {"pid": os.getpid(), "probe": self.logprobs(say, self.probe_rows) if self.probe_rows else []}
 
-    def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> int:
-        from comlrl_ds.rollout.base import Request, Sampling
+    def generate(self, say: Callable[[Any], None], requests: list[dict[str, Any]], sampling: dict[str, Any]) -> list[list[Any]]:
+        from comlrl_ds.rollout.base import Request, RequestsRefused, Sampling
 
         listed = [Request("", r["prompt"], r["max_new_tokens"], r["seed"], tuple(r["stop_ids"])) for r in requests]
         self.rollout.submit(listed, Sampling(**sampling))
-        while (done := self.rollout.receive()) is not None:
-            say(["part", [[k, list(c.ids), c.finish_reason, list(c.logprobs)] for k, c in done]])
-        return len(requests)
+        try:
+            while (done := self.rollout.receive()) is not None:
+                say(["part", [[k, list(c.ids), c.finish_reason, list(c.logprobs)] for k, c in done]])
+        except RequestsRefused as error:
+            return [list(pair) for pair in error.refused]
+        return []
 
     def logprobs(self, say: Callable[[Any], None], rows: list[list[int]]) -> list[list[float]]:
         return self.rollout.prompt_logprobs(rows)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from comlrl_ds.cluster.progress import tick
-from comlrl_ds.rollout.base import Completion, Request, RolloutError, Sampling
+from comlrl_ds.rollout.base import Completion, Request, RequestsRefused, RolloutError, Sampling
 from comlrl_ds.rollout.engine_client import EngineClient
 from comlrl_ds.rollout.engine_process import EngineAddress
 
@@ -30,6 +30,25 @@ HOW = (
     "start it with VLLM_SERVER_DEV_MODE=1, VLLM_PLUGINS=comlrl_ds, --generation-config vllm and"
     """ --weight-transfer-config '{"backend": "host"}'"""
 )
+
+
+# What a server has answered does not change while it runs.
+_LIMITS: dict[str, int] = {}
+
+
+def server_limit(url: str) -> int | None:
+    """Longest prompt + completion of a server, as it says itself; None where it does not answer yet, or does not say."""
+    if url not in _LIMITS:
+        calls = HTTPCalls(url, timeout_s=3)
+        try:
+            limit = calls.served().get("max_model_len")
+        except RolloutError:
+            return None
+        finally:
+            calls.close()
+        if isinstance(limit, int):
+            _LIMITS[url] = limit
+    return _LIMITS.get(url)
 
 
 class HTTPCalls:
@@ -127,6 +146,8 @@ class HTTPRollout(EngineClient):
         self.connection, self._done = Pipe(duplex=False)
         self._lock = threading.Lock()
         self._left = 0
+        self._longest = 0
+        self._refused: list[tuple[int, str]] = []
 
     @property
     def calls(self) -> HTTPCalls:
@@ -141,12 +162,13 @@ class HTTPRollout(EngineClient):
         end = time.monotonic() + self._start_timeout_s
         while True:
             try:
-                root = self._http.served()["root"]
+                served = self._http.served()
                 break
             except RolloutError:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.5)
+        root, self._longest = served["root"], int(served.get("max_model_len") or 0)
         known = {os.path.realpath(s): s for s in self._sources}
         if os.path.realpath(root) not in known:
             agents = " or ".join(dict.fromkeys(map(repr, self._sources)))
@@ -168,6 +190,11 @@ class HTTPRollout(EngineClient):
     def _one(self, k: int, r: Request, sampling: Sampling) -> None:
         message: Any
         try:
+            if self._longest and len(r.prompt) + r.max_new_tokens > self._longest:
+                raise RolloutError(
+                    f"the engine at {self._http.url} takes {self._longest} tokens; start it with a larger --max-model-len,"
+                    f" or write rollout.max_model_len: {self._longest}"
+                )
             choice = self._http.complete(
                 prompt=list(r.prompt), max_tokens=r.max_new_tokens, seed=r.seed, stop_token_ids=list(r.stop_ids),
                 ignore_eos=True, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or 0,
@@ -177,7 +204,7 @@ class HTTPRollout(EngineClient):
             scores = choice["logprobs"]["token_logprobs"] if sampling.logprobs else []
             message = [k, choice["token_ids"], choice["finish_reason"], scores]
         except (RolloutError, KeyError, TypeError) as error:
-            message = str(error)
+            message = [k, f"{type(error).__name__}: {error}" if not isinstance(error, RolloutError) else str(error)]
         with self._lock:
             self._done.send(message)
 
@@ -185,14 +212,18 @@ class HTTPRollout(EngineClient):
         assert self.connection
         message = self.connection.recv()
         if message is None:
+            if refused := self._refused:
+                self._refused = []
+                raise RequestsRefused(refused)
             return None
-        if isinstance(message, str):
-            raise RolloutError(message)
         self._left -= 1
         if not self._left:
             # What `wait` shall see once more: that this submission is over.
             with self._lock:
                 self._done.send(None)
+        if len(message) == 2:
+            self._refused.append((message[0], message[1]))
+            return []
         k, ids, reason, scores = message
         return [(k, Completion(tuple(ids), reason, self.held, tuple(scores)))]
 

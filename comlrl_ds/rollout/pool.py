@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 
-from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
+from comlrl_ds.rollout.base import (
+    Completion,
+    PolicyWeights,
+    Request,
+    RequestsRefused,
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    SyncReport,
+)
 from comlrl_ds.rollout.schedule import Segment, schedule
 
 Wanted = tuple[RolloutEngine, PolicyWeights]
@@ -43,7 +52,11 @@ class RolloutPool:
     def generate(
         self, requests: Sequence[Request], policies: dict[str, PolicyWeights], sampling: Sampling
     ) -> Iterator[tuple[int, Completion]]:
-        """(index, completion) as completions finish; all engines work at the same time."""
+        """(index, completion) as completions finish; all engines work at the same time.
+
+        Raises:
+            RequestsRefused: (after the last completion) engines refused some requests.
+        """
         if not requests:
             return
         if self._interrupted:
@@ -63,6 +76,7 @@ class RolloutPool:
         )
         started = time.perf_counter()
         tokens = 0
+        refused: list[tuple[int, str]] = []
         waiting = {e: list(segments) for e, segments in zip(self.engines, plan) if segments}
         current: dict[RolloutEngine, Segment] = {}
 
@@ -84,8 +98,12 @@ class RolloutPool:
             begin(engine)
         while current:
             for engine in self._ready(list(current)):
-                finished = engine.receive()
                 segment = current[engine]
+                try:
+                    finished = engine.receive()
+                except RequestsRefused as error:
+                    refused += [(segment.indices[k], reason) for k, reason in error.refused]
+                    finished = None
                 if finished is None:
                     del current[engine]
                     if waiting[engine]:
@@ -97,6 +115,8 @@ class RolloutPool:
         self._interrupted = False
         self.generated_tokens += tokens
         self.generate_seconds += time.perf_counter() - started
+        if refused:
+            raise RequestsRefused(sorted(refused))
 
     def _ready(self, working: list[RolloutEngine]) -> list[RolloutEngine]:
         """Those of the working engines whose `receive` will not wait for long."""

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from comlrl_ds.rollout.engine_client import EngineClient, VLLMRollout
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
 from comlrl_ds.rollout.engine_settings import AdapterRoom, engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.http_rollout import HTTPRollout
+from comlrl_ds.rollout.http_rollout import HTTPRollout, server_limit
 from comlrl_ds.rollout.plugin import SWITCH
 from comlrl_ds.rollout.pool import RolloutPool, Wanted
 from comlrl_ds.rollout.transfer import Target, send_live
@@ -37,10 +38,38 @@ def model_limits(source: str) -> tuple[int, int]:
     return longest, int(config["vocab_size"])
 
 
+@dataclass(frozen=True)
+class LengthLimit:
+    """Longest prompt + completion in tokens, and what sets it, with what to do for more."""
+
+    tokens: int
+    more: str
+
+    def no_room(self, new_tokens: int, whose: str) -> str | None:
+        """What is wrong where completions of so many tokens leave no room for a prompt; None where they do."""
+        if new_tokens < self.tokens:
+            return None
+        left = f"{new_tokens} new tokens leave no room for a prompt in {self.tokens} tokens"
+        return f"{whose}: {left}; lower max_new_tokens, or {self.more}"
+
+
+def length_limit(config: RolloutConfig, source: str) -> LengthLimit:
+    """The tightest limit on the sequences of an engine for this model: the model's, the settings', or a server's own."""
+    longest, _ = model_limits(source)
+    limits = [LengthLimit(longest, f"take a model with more than {longest} positions")]
+    if config.max_model_len:
+        limits.append(LengthLimit(config.max_model_len, "raise rollout.max_model_len"))
+    elif longest > LONGEST_BY_DEFAULT:
+        limits.append(LengthLimit(LONGEST_BY_DEFAULT, f"set rollout.max_model_len, which is {LONGEST_BY_DEFAULT} by default"))
+    for url in config.urls:
+        if (tokens := server_limit(url)) is not None:
+            limits.append(LengthLimit(tokens, f"start the server at {url} with a larger --max-model-len than {tokens}"))
+    return min(limits, key=lambda limit: limit.tokens)
+
+
 def max_model_len(config: RolloutConfig, source: str) -> int:
     """Longest prompt + completion of an engine for this model."""
-    longest, _ = model_limits(source)
-    return min(longest, config.max_model_len or LONGEST_BY_DEFAULT)
+    return length_limit(config, source).tokens
 
 
 def vllm_is_installed() -> bool:

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from comlrl_ds.maths.packing import pack_sequences
 from comlrl_ds.rollout.adapters import merged
-from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RolloutEngine, RolloutError, Sampling, SyncReport
+from comlrl_ds.rollout.base import (
+    Completion,
+    PolicyWeights,
+    Request,
+    RequestsRefused,
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    SyncReport,
+)
 from comlrl_ds.rollout.disk import tensors_on_disk
 
 
@@ -34,6 +43,7 @@ class TransformersRollout(RolloutEngine):
         self._model.generation_config.eos_token_id = None  # requests say what ends them; nothing is inherited
         self._batch_size, self._device = batch_size, device
         self._todo: list[tuple[int, Request]] = []
+        self._refused: list[tuple[int, str]] = []
         self._sampling = Sampling()
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
@@ -45,8 +55,24 @@ class TransformersRollout(RolloutEngine):
 
     def receive(self) -> list[tuple[int, Completion]] | None:
         if not self._todo:
+            if refused := self._refused:
+                self._refused = []
+                raise RequestsRefused(refused)
             return None
         batch = [self._todo.pop() for _ in range(min(self._batch_size, len(self._todo)))]
+        try:
+            return self._answers(batch)
+        except Exception:  # whatever transformers raises: only the request that cannot be computed loses its answer
+            return [answer for one in batch for answer in self._alone(one)]
+
+    def _alone(self, one: tuple[int, Request]) -> list[tuple[int, Completion]]:
+        try:
+            return self._answers([one])
+        except Exception as error:
+            self._refused.append((one[0], f"{type(error).__name__}: {error}"))
+            return []
+
+    def _answers(self, batch: Sequence[tuple[int, Request]]) -> list[tuple[int, Completion]]:
         found = zip(*self._generate([r for _, r in batch]))
         return [(k, self._completion(ids, scores, r)) for (k, r), (ids, scores) in zip(batch, found)]
 

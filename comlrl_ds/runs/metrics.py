@@ -88,6 +88,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "iter/target_reward_mean": ("reward", "mean score of the agents' candidates"),
     "iter/comparator_reward_mean": ("reward", "mean score of the comparator's candidates"),
     "iter/parse_failures": ("count", "joint answers of the comparator without any role's section"),
+    "iter/comparator_cut": ("count", "answers of the comparator cut to max_new_tokens of the agents, in the agents' tokens"),
+    "iter/comparator_unfinished": ("count", "answers of the comparator that a limit of its writer or server ended"),
     "iter/api_requests": ("count", "HTTP requests that ended"),
     "iter/api_retries": ("count", "of them those that asked again"),
     "iter/api_failures": ("count", "requests given up"),

@@ -62,7 +62,7 @@ class Server:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
-                raw = self.rfile.read(int(self.headers["content-length"]))
+                raw = self.rfile.read(int(self.headers.get("content-length") or 0))
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 call = Call(self.path, headers, raw, time.monotonic(), self.client_address[1])
                 with lock:
@@ -138,9 +138,9 @@ def request(index=0, agent=0, candidates=1, prompt=None, item=ITEM, limit=9):
     return APIRequest(index, item, agent, prompt or f"p{index}.{agent}", candidates, limit)
 
 
-def ask(server, requests, *, sampling=SAMPLING, on_text=None, known=None, round=0, **settings):
+def ask(server, requests, *, sampling=SAMPLING, on_answer=None, known=None, round=0, **settings):
     """(results by request, counters)."""
-    with APIComparator(APISettings(url=server.url, **(QUICK | settings)), sampling, on_text) as comparator:
+    with APIComparator(APISettings(url=server.url, **(QUICK | settings)), sampling, on_answer) as comparator:
         results = dict(comparator.ask(requests, round=round, known=known))
     assert sorted(results) == list(range(len(requests)))
     return results, comparator.counters

@@ -15,6 +15,7 @@ from api_server import KEY, QUICK, SAMPLING, Reply, ask, echo, generic, request
 from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.preference import api_comparator
 from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator, APIFailure, ComparatorAPIError
+from comlrl_ds.preference.api_formats import Answer
 from comlrl_ds.preference.api_transport import retry_after
 from comlrl_ds.preference.journal import Journal
 
@@ -32,7 +33,7 @@ def test_case_31(serve):
     ]
     server = serve(lambda call, number: replies[number - 1])
     results, counters = ask(server, [request()], timeout=1.5)
-    assert results == {0: APIAnswer(("fine",))}
+    assert results == {0: APIAnswer((Answer("fine"),))}
     assert (counters.requests, counters.retries, counters.failures, counters.answers) == (5, 4, 0, 1)
     waits = [b.time - a.time for a, b in zip(server.calls, server.calls[1:])]
     assert waits[1] >= 1.0
@@ -52,7 +53,7 @@ def test_case_31_a_permanent_500_drops_its_comparison_and_is_counted(serve):
     assert isinstance(failure, APIFailure)
     assert (failure.candidates, failure.status, failure.attempts) == ((0, 1), 500, 3)
     assert failure.reason == "task 2, agent 0: HTTP 500: {} (tried 3 times)"
-    assert results == {k: APIAnswer((f"p{k}.0/0", f"p{k}.0/1")) for k in (0, 1, 3, 4)}
+    assert results == {k: APIAnswer((Answer(f"p{k}.0/0"), Answer(f"p{k}.0/1"))) for k in (0, 1, 3, 4)}
     assert (counters.failures, counters.requests, counters.retries, counters.answers) == (1, 7, 2, 8)
 
 
@@ -69,7 +70,7 @@ def test_case_31_over_the_limit_the_asking_ends_with_one_clear_error(serve):
 def test_the_limit_counts_what_the_journal_has_too(serve):
     server = serve(failing_for(2))
     requests = [request(k) for k in range(5)]
-    known = {(0, k, 0, 0): "old" for k in (0, 1, 3, 4)}
+    known = {(0, k, 0, 0): Answer("old") for k in (0, 1, 3, 4)}
     results, _ = ask(server, requests, known=known, max_failure_fraction=0.2, max_retries=0)
     assert isinstance(results[2], APIFailure)
 
@@ -117,7 +118,7 @@ def test_broken_answers_are_tried_again_and_never_scored(serve, reply, reason):
     texts, timeout = [], 1.0 if reply.delay else 60.0
     server = serve(lambda call, number: reply)
     results, counters = ask(
-        server, [request(candidates=2)], max_retries=1, timeout=timeout, on_text=lambda *answer: texts.append(answer)
+        server, [request(candidates=2)], max_retries=1, timeout=timeout, on_answer=lambda *answer: texts.append(answer)
     )
     assert isinstance(results[0], APIFailure)
     assert re.search(reason, results[0].reason)
@@ -223,10 +224,10 @@ def test_answers_are_journaled_when_they_arrive_and_never_asked_for_again(serve,
 
     with Journal(file) as journal:
 
-        def on_text(round, item, agent, candidate, text):
-            journal.append("api", round=round, item=item, agent=agent, candidate=candidate, text=text)
+        def on_answer(round, item, agent, candidate, answer):
+            journal.append("api", round=round, item=item, agent=agent, candidate=candidate, text=answer.text)
 
-        with APIComparator(APISettings(url=server.url, **QUICK), SAMPLING, on_text) as comparator:
+        with APIComparator(APISettings(url=server.url, **QUICK), SAMPLING, on_answer) as comparator:
             asking = comparator.ask(requests, round=5)
             # Nobody takes an answer out of the iterator, and one has not come yet.
             end = time.monotonic() + 60
@@ -237,11 +238,11 @@ def test_answers_are_journaled_when_they_arrive_and_never_asked_for_again(serve,
             first = dict(asking)
     assert len(kept) == 14
     assert len(lines()) == 16
-    known = {(line["round"], line["item"], line["agent"], line["candidate"]): line["text"] for line in kept}
+    known = {(line["round"], line["item"], line["agent"], line["candidate"]): Answer(line["text"]) for line in kept}
     del known[5, 0, 0, 1]
     server.calls.clear()
     asked = []
-    again, counters = ask(server, requests, round=5, known=known, on_text=lambda *answer: asked.append(answer[:4]))
+    again, counters = ask(server, requests, round=5, known=known, on_answer=lambda *answer: asked.append(answer[:4]))
     assert sorted((c.body["prompt"], c.body["num_return_sequences"]) for c in server.calls) == [("p0.0", 1), ("p3.1", 2)]
     assert sorted(asked) == [(5, 0, 0, 1), (5, 3, 1, 0), (5, 3, 1, 1)]
     assert (counters.known, counters.answers) == (13, 3)
@@ -253,11 +254,11 @@ def test_answers_are_journaled_when_they_arrive_and_never_asked_for_again(serve,
 
 
 def test_an_error_of_the_journal_ends_the_asking(serve):
-    def on_text(*answer):
+    def on_answer(*answer):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        ask(serve(echo), [request(k) for k in range(50)], on_text=on_text, concurrency=2)
+        ask(serve(echo), [request(k) for k in range(50)], on_answer=on_answer, concurrency=2)
 
 
 def test_requests_run_side_by_side_over_few_connections(serve):

@@ -13,7 +13,7 @@ from api_server import ITEM, KEY, QUICK, SAMPLING, Reply, ask, echo, request
 from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator
-from comlrl_ds.preference.api_formats import format_of, plain
+from comlrl_ds.preference.api_formats import Answer, format_of, plain
 from comlrl_ds.rollout.base import Sampling
 
 # --- formats: bodies, headers, reading
@@ -38,7 +38,7 @@ def test_the_generic_body(serve):
     assert call.headers["content-type"] == "application/json"
     assert call.headers["authorization"] == f"Bearer {KEY}"
     assert call.headers["x-team"] == "blue"
-    assert results[0] == APIAnswer(("p0.1/0", "p0.1/1", "p0.1/2"))
+    assert results[0] == APIAnswer(tuple(Answer(f"p0.1/{k}") for k in range(3)))
 
 
 def test_the_generic_format_sends_null_a_model_the_named_fields_and_extras(serve, caplog):
@@ -164,7 +164,35 @@ def test_chat_messages_go_where_each_format_has_them():
 )  # fmt: skip
 def test_reading(name, answer, texts):
     settings = APISettings(url="http://127.0.0.1", format=name, model="m", response_field="data.out")
-    assert format_of(settings, SAMPLING).read(answer) == texts
+    assert format_of(settings, SAMPLING).read(answer) == [Answer(text) for text in texts]
+
+
+CUT, WHOLE = Answer("a", False), Answer("a", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        ("generic", {"completions": [{"text": "a", "finish_reason": "length"}, {"text": "a", "finish_reason": "stop"}, "a"]},
+         [CUT, WHOLE, WHOLE]),
+        ("generic", {"completions": ["a", "a"], "finish_reasons": ["stop", "length"]}, [WHOLE, CUT]),
+        ("generic", {"completions": "a", "stop_reason": "max_tokens"}, [CUT]),
+        ("openai", {"choices": [{"message": {"content": "a"}, "finish_reason": r} for r in ("stop", "length", None)]},
+         [WHOLE, CUT, WHOLE]),
+        ("openai", {"choices": [{"text": "a", "finish_reason": "content_filter"}]}, [CUT]),
+        ("openai", {"choices": [{"message": {"content": None}, "finish_reason": "length"}, {"text": "a"}]}, [WHOLE]),
+        *[("anthropic", {"content": [{"type": "text", "text": "a"}], "stop_reason": r}, [want])
+          for r, want in (("end_turn", WHOLE), ("stop_sequence", WHOLE), ("max_tokens", CUT), ("refusal", CUT),
+                          ("model_context_window_exceeded", CUT), (None, WHOLE))],
+        *[("openai_responses", {"output": [{"content": [{"type": "output_text", "text": "a"}]}], **more}, [want])
+          for more, want in (({"status": "completed"}, WHOLE), ({}, WHOLE),
+                             ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, CUT),
+                             ({"status": "completed", "incomplete_details": None}, WHOLE))],
+    ],
+)  # fmt: skip
+def test_what_a_server_cut_off_is_not_a_finished_answer(name, answer, expected):
+    settings = APISettings(url="http://127.0.0.1", format=name, model="m")
+    assert format_of(settings, SAMPLING).read(answer) == expected
 
 
 def test_a_task_becomes_json():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,11 @@ from tiny_models import completion, word_tokenizer
 from comlrl_ds.preference.centralized import TaggedCentralizedComparatorAdapter
 from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.oracle import MISSING, Score
-from comlrl_ds.preference.pairs import InvalidScoresError, compared_pairs, in_agents_tokens
-from comlrl_ds.preference.prompts import JointPrompt, Prompt
+from comlrl_ds.preference.pairs import InvalidScoresError, compared_pairs
 from comlrl_ds.preference.records import write_round
 from comlrl_ds.preference.round_files import RoundFolder
 from comlrl_ds.preference.selection import select_compared
-from comlrl_ds.preference.teams import JointTeam, Team
+from comlrl_ds.preference.teams import AgentTokens, JointTeam, Team
 
 NAN, INF = math.nan, math.inf
 MODES = ("comparator_reward", "reward_gap", "random", "all")
@@ -224,82 +224,103 @@ STOPS = [(EOS,), (60,)]
 OTHER = word_tokenizer(adds_bos=False)
 OTHER.add_special_tokens({"eos_token": "w60"})
 AGENTS = Team([TEAM[0], OTHER], [9, 9], STOPS)
-THEIR_PROMPTS = JointPrompt(3, {}, (Prompt("theirs", (9, 9)),) * 2)
 OUR_PROMPTS = item_of(3, [[[20]], [[20]]], [0.0]).joint
 
 
-def answers(texts, completions=(), written=None, joint=THEIR_PROMPTS):
-    scores = [Score(float(k), float(k)) for k in range(len(texts[0]))]
-    return SampledItem(joint, [list(row) for row in completions], texts, scores, texts if written is None else written)
+def tokens_of(team, **changes):
+    return AgentTokens(team.tokenizers, changes.get("limits", team.token_limits), changes.get("stops", team.stop_ids))
 
 
-def rows(item):
-    return [[(c.ids, c.finish_reason) for c in row] for row in item.completions]
-
-
-def test_the_same_tokens_are_kept():
-    sampled = side([1.0, 2.0], 3)
-    sampled.joint = THEIR_PROMPTS
-    got = in_agents_tokens(sampled, OUR_PROMPTS, AGENTS, same_tokens=True, split=True)
-    assert got.completions is sampled.completions
-    assert (got.joint, got.texts, got.scores) == (OUR_PROMPTS, sampled.texts, sampled.scores)
+def converted(texts, finished=None, tokens=None):
+    """(texts, [[(ids, finish reason)]], answers that were cut)."""
+    finished = finished or [[True] * len(row) for row in texts]
+    kept, completions, cut = (tokens or tokens_of(AGENTS)).take(texts, finished)
+    return kept, [[(c.ids, c.finish_reason) for c in row] for row in completions], cut
 
 
 def test_other_tokens_are_made_from_the_texts():
-    theirs = [
-        [completion([70, 71, 99], "stop"), completion([72], "length"), completion([99], "stop"), completion([73], "stop")]
-    ] * 2  # fmt: skip
     texts = [["w5 w6", "w7", "", "w8 </s>"], ["w5", "w7 x", "", "w9 w60"]]
-    got = in_agents_tokens(answers(texts, theirs), OUR_PROMPTS, AGENTS, same_tokens=False, split=True)
-    assert rows(got) == [
+    kept, completions, cut = converted(texts, [[True, False, True, True]] * 2)
+    assert completions == [
         # No stop token where the answer was cut, no second one where the text holds it.
         [((5, 6, EOS), "stop"), ((7,), "length"), ((EOS,), "stop"), ((8, EOS), "stop")],
         [((5, 60), "stop"), ((7, 0), "length"), ((60,), "stop"), ((9, 60), "stop")],
     ]
-    assert (got.joint, got.texts, got.written) == (OUR_PROMPTS, texts, texts)
-
-
-@pytest.mark.parametrize("completions", [(), [[completion([70], "length"), completion([71], "length")]]])
-def test_texts_of_an_endpoint_and_sections_of_a_joint_answer_are_finished(completions):
-    item = answers([["w5", ""], ["", "w6"]], completions, written=[["<agent_0>…", "…"]] if completions else None)
-    got = in_agents_tokens(item, OUR_PROMPTS, AGENTS, same_tokens=False, split=True, sections=bool(completions))
-    assert rows(got) == [[((5, EOS), "stop"), ((EOS,), "stop")], [((60,), "stop"), ((6, 60), "stop")]]
-    assert got.written == got.texts == [["w5", ""], ["", "w6"]]
+    assert (kept, cut) == (texts, 0)
 
 
 def test_an_actor_that_writes_every_role_gets_the_whole_answer():
-    one = Team(TEAM[:1], [9], STOPS[:1])
-    theirs = [[completion([70], "stop"), completion([71], "length")]]
-    item = answers([["w5", ""], ["w6", ""]], theirs, written=[["w5 w6", "w7"]])
-    got = in_agents_tokens(item, OUR_PROMPTS, one, same_tokens=False, split=False)
-    assert rows(got) == [[((5, 6, EOS), "stop"), ((7,), "length")]]
-    assert (got.written, got.texts) == ([["w5 w6", "w7"]], [["w5", ""], ["w6", ""]])
+    agents = AgentTokens(TEAM[:1], [9], STOPS[:1])
+    adapter = TaggedCentralizedComparatorAdapter()
+    for whole, completions in ((True, [[(5, 6, EOS), (7,)]]), (False, [[(EOS,), (EOS,)]] * 2)):
+        tokens = agents if whole else tokens_of(Team(TEAM, [9, 9], STOPS[:1] * 2))
+        team = JointTeam([None], [9], [()], agents=tokens, roles=2, adapter=adapter, keep_unparsed=True, whole=whole)
+        read = team.read_texts(OUR_PROMPTS, [["w5 w6", "w7"]], [[True, False]])
+        assert [[c.ids for c in row] for row in read.completions] == completions
+        assert (read.written, read.texts, read.unfinished) == ([["w5 w6", "w7"]], [["", ""], ["", ""]], 1)
 
 
 def test_without_a_stop_token_an_empty_answer_is_any_token():
-    got = in_agents_tokens(answers([["w5", ""]] * 2), OUR_PROMPTS, Team(TEAM, [9, 9], [(), ()]), same_tokens=False, split=True)
-    assert rows(got) == [[((5,), "stop"), ((0,), "stop")]] * 2
+    _, completions, _ = converted([["w5", ""]] * 2, tokens=tokens_of(Team(TEAM, [9, 9], [(), ()])))
+    assert completions == [[((5,), "stop"), ((0,), "stop")]] * 2
 
 
 def test_of_several_stop_tokens_the_tokenizers_own_ends_an_answer():
     """Qwen2.5-Instruct: 151643 <|endoftext|> and 151645 <|im_end|> both stop; its answers end with the second."""
     for stops in ((EOS, 60), (1, EOS)):
-        team = Team(TEAM, [9, 9], [stops] * 2)
-        got = in_agents_tokens(answers([["w5"]] * 2), OUR_PROMPTS, team, same_tokens=False, split=True)
-        assert rows(got) == [[((5, EOS), "stop")]] * 2
+        _, completions, _ = converted([["w5"]] * 2, tokens=tokens_of(Team(TEAM, [9, 9], [stops] * 2)))
+        assert completions == [[((5, EOS), "stop")]] * 2
+
+
+# --- the agents' limits
+@pytest.mark.parametrize(
+    ("text", "limit", "ids", "reason", "kept"),
+    [
+        ("w5 w6 w7", 4, (5, 6, 7, EOS), "stop", "w5 w6 w7"),  # three words and the stop token fit
+        ("w5 w6 w7", 3, (5, 6, 7), "length", "w5 w6 w7"),  # an agent would have been stopped before its stop token
+        ("w5 w6 w7 w8", 3, (5, 6, 7), "length", "w5 w6 w7"),
+        (" ".join(["w5"] * 300), 20, (5,) * 20, "length", " ".join(["w5"] * 20)),
+        ("", 1, (EOS,), "stop", ""),
+    ],
+)
+def test_a_finished_text_is_cut_where_sampling_would_have_stopped(text, limit, ids, reason, kept):
+    tokens = AgentTokens(TEAM[:1], [limit], STOPS[:1])
+    texts, completions, cut = converted([[text]], tokens=tokens)
+    assert (texts, completions, cut) == ([[kept]], [[(ids, reason)]], int(reason == "length"))
+
+
+def test_what_a_server_cut_has_no_stop_token_and_is_cut_as_well():
+    tokens = AgentTokens(TEAM[:1], [3], STOPS[:1])
+    assert converted([["w5 w6"]], [[False]], tokens) == ([["w5 w6"]], [[((5, 6), "length")]], 0)
+    assert converted([["w5 w6 w7 w8"]], [[False]], tokens) == ([["w5 w6 w7"]], [[((5, 6, 7), "length")]], 1)
+
+
+def test_sections_of_a_joint_answer_are_cut_role_by_role():
+    adapter = TaggedCentralizedComparatorAdapter()
+    text = "<agent_0>w5 w6 w7</agent_0><agent_1>w8 w9</agent_1>"
+    tokens = AgentTokens(TEAM, [2, 5], [(EOS,)] * 2)
+    team = JointTeam([None], [9], [()], agents=tokens, roles=2, adapter=adapter)
+    read = team.read_texts(OUR_PROMPTS, [[text]], [[True]])
+    assert read.texts == [["w5 w6"], ["w8 w9"]] and read.written == [[text]]
+    assert [[(c.ids, c.finish_reason) for c in row] for row in read.completions] == [
+        [((5, 6), "length")], [((8, 9, EOS), "stop")],
+    ]  # fmt: skip
+    assert read.cut == 1
 
 
 # --- such a round on disk
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stored_round_gives_back_its_pairs(tmp_path, mode):
     ours = [side([1.0, 2.0, 0.3, NAN], 7), side([0.0, 5.0, 2.0, 1.0], 4)]
-    theirs = [
-        answers([["w30 ä w31", "", "w32"], ["w33", "w34", "w35  w36"]], joint=JointPrompt(7, {}, ())),
-        answers([["w37", "w38", "w39"]] * 2, [[completion([70], f) for f in ("length", "stop", "stop")]] * 2),
-    ]
-    for item, scores in zip(theirs, ([0.1, 9.0, 0.7], [1.0, None, 2.0])):
+    written = [[["w30 ä w31", "", "w32"], ["w33", "w34", "w35  w36"]], [["w37", "w38", "w39"]] * 2]
+    finished = [[[True] * 3] * 2, [[False, True, True]] * 2]
+    writers = replace(AGENTS, agents=tokens_of(AGENTS))
+    theirs = []
+    for a, texts, ends, scores in zip(ours, written, finished, ([0.1, 9.0, 0.7], [1.0, None, 2.0])):
+        item = SampledItem(a.joint, [])
+        item.take(writers.read_texts(a.joint, texts, ends))
         item.scores = [MISSING if s is None else Score(s / 3, s) for s in scores]
-    theirs = [in_agents_tokens(b, a.joint, AGENTS, same_tokens=False, split=True) for a, b in zip(ours, theirs)]
+        theirs.append(replace(item, completions=item.converted))
     got = compared_pairs(ours, theirs, mode=mode, cap=2, run_seed=0, round=1, max_invalid_fraction=1.0)
     assert len(got.pairs) == 3
     assert any(p.winner >= 4 for p in got.pairs)
@@ -368,7 +389,8 @@ def test_texts_are_roles_by_candidates():
 @pytest.mark.parametrize("keep", [False, True])
 def test_lost_answers_are_not_read(keep):
     team = joint_team(keep)
-    read = team.read_texts(OUR_PROMPTS, [["", JOINT_TEXTS[0], JOINT_TEXTS[1], JOINT_TEXTS[2]]], lost=[0, 3])
+    written = [["", JOINT_TEXTS[0], JOINT_TEXTS[1], JOINT_TEXTS[2]]]
+    read = team.read_texts(OUR_PROMPTS, written, [[True] * 4], lost=[0, 3])
     assert read.texts == [["", "a", "", ""], ["", "b c", "", ""]]
     assert read.missing == ({0, 3} if keep else {0, 2, 3})
     assert team.failures == [1]

@@ -10,14 +10,13 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.iterative import MADPOIterConfig
 from comlrl_ds.config.run_file import RolloutConfig
-from comlrl_ds.preference.api_formats import APIRequest
+from comlrl_ds.preference.api_formats import Answer, APIRequest
 from comlrl_ds.preference.centralized import joint_prompt
 from comlrl_ds.preference.collection import SampledItem
-from comlrl_ds.preference.pairs import in_agents_tokens
 from comlrl_ds.preference.prompts import JointPrompt, PromptBuilder, formatted, plain_text
-from comlrl_ds.preference.teams import JointTeam, Team
+from comlrl_ds.preference.teams import AgentTokens, JointTeam, Team
 from comlrl_ds.rollout.base import PolicyWeights
-from comlrl_ds.rollout.start import max_model_len
+from comlrl_ds.rollout.start import length_limit
 from comlrl_ds.trainers.preference.team import TeamSetup
 
 
@@ -34,7 +33,6 @@ class Comparator:
         args: the settings. setup: the agents'. team: the comparator's writers.
         sources: model folder of each writer that has one of its own; empty: the agents' weights, or an API.
         builder: makes its prompts; None: they are the agents'.
-        same_tokens: its token ids are the agents', so pairs hold what was sampled.
     """
 
     args: MADPOIterConfig
@@ -42,7 +40,6 @@ class Comparator:
     team: Team
     sources: list[str] = field(default_factory=list)
     builder: PromptBuilder | None = None
-    same_tokens: bool = True
 
     @property
     def remote(self) -> bool:
@@ -76,11 +73,10 @@ class Comparator:
 
     def in_agents_tokens(self, item: SampledItem, joint: JointPrompt) -> SampledItem:
         """A sampled task as the agents would have written it, under their prompts."""
-        same = self.same_tokens and bool(item.completions)
-        split = not self.args.centralized
-        return in_agents_tokens(
-            item, joint, self.setup.team, same_tokens=same, split=split, sections=split and self.args.compares_centralized
-        )
+        if item.converted is None:
+            return replace(item, joint=joint)
+        written = item.written if self.args.centralized else item.texts
+        return replace(item, joint=joint, completions=item.converted, written=written)
 
     # --- behind HTTP
     def requests(self, joints: Sequence[JointPrompt]) -> list[APIRequest]:
@@ -98,20 +94,17 @@ class Comparator:
             ]
         return found
 
-    def answered(self, joint: JointPrompt, answers: Sequence[Sequence[str | None]]) -> SampledItem:
+    def answered(self, joint: JointPrompt, answers: Sequence[Sequence[Answer | None]]) -> SampledItem:
         """A task of which every request has ended.
 
         Args:
             answers: [writer][candidate]; None where there is none.
         """
         item = SampledItem(joint, [], stream="comparator")
-        lost = {j for row in answers for j, text in enumerate(row) if text is None}
-        written = [[text or "" for text in row] for row in answers]
-        if isinstance(self.team, JointTeam):
-            item.take(self.team.read_texts(joint, written, lost))
-        else:
-            item.written = item.texts = written
-            item.missing = frozenset(lost)
+        lost = {j for row in answers for j, answer in enumerate(row) if answer is None}
+        written = [[answer.text if answer else "" for answer in row] for row in answers]
+        finished = [[answer is None or answer.finished for answer in row] for row in answers]
+        item.take(self.team.read_texts(joint, written, finished, lost))
         return item
 
 
@@ -128,11 +121,16 @@ def set_up_comparator(args: MADPOIterConfig, setup: TeamSetup, rollout: RolloutC
     limits = joint_limits(args)
     writers = 1 if args.compares_centralized else args.num_agents
     names = [comparator_name(k) for k in range(writers)]
+    tokens = AgentTokens(team.tokenizers, team.token_limits, team.stop_ids)
     if args.comparator_policy == "api":
         found.of(args.api.check_credential)
         found.raise_any()
-        joint = JointTeam([None], limits, [()], names, roles=args.num_agents, adapter=setup.adapter)
-        return Comparator(args, setup, joint if args.compares_centralized else Team([None] * writers, limits, [()] * writers))
+        if args.compares_centralized:
+            joint = JointTeam(
+                [None], limits, [()], names, tokens, roles=args.num_agents, adapter=setup.adapter, whole=args.centralized
+            )
+            return Comparator(args, setup, joint)
+        return Comparator(args, setup, Team([None] * writers, limits, [()] * writers, agents=tokens))
     if args.comparator_policy == "model":
         tokenizers, stops = _read_models(folders, found)
         sources = list(folders)
@@ -141,27 +139,30 @@ def set_up_comparator(args: MADPOIterConfig, setup: TeamSetup, rollout: RolloutC
         chosen = [k] if args.compares_centralized else range(writers)
         tokenizers, stops = [team.tokenizers[i] for i in chosen], [team.stop_ids[i] for i in chosen]
         sources = [setup.sources[i] for i in chosen]
-    rooms = [max_model_len(rollout, source) for source in sources]
+    rooms = [length_limit(rollout, source) for source in sources]
     for room, new in zip(rooms, limits):
-        if new >= room:
-            found.add("max_new_tokens", f"{new} new tokens of a comparator leave no room for a prompt in {room} tokens")
+        if message := room.no_room(new, "comparator"):
+            found.add("max_new_tokens", message)
     found.raise_any()
-    prompt_limits = [room - new for room, new in zip(rooms, limits)]
+    prompt_limits = [room.tokens - new for room, new in zip(rooms, limits)]
+    more = [room.more for room in rooms]
     own = sources if args.comparator_policy == "model" else []
     if args.compares_centralized:
         # Of an actor that writes every role itself the form has to be learned, of any other it is asked.
-        writer = JointTeam(tokenizers, limits, stops, names, roles=args.num_agents, adapter=setup.adapter)
-        same = args.centralized and _same_tokens(tokenizers[0], team.tokenizers[0])
+        same = args.centralized and _same_tokens(tokenizers[0], team.tokenizers[0]) and _same_ends(stops, team.stop_ids)
+        writer = JointTeam(
+            tokenizers, limits, stops, names, None if same else tokens, roles=args.num_agents, adapter=setup.adapter,
+            whole=args.centralized,
+        )  # fmt: skip
         if args.centralized and not own:
             writer = replace(writer, keep_unparsed=True)
             return Comparator(args, setup, writer, own)
-        return Comparator(args, setup, writer, own, setup.joint_builder(tokenizers[0], prompt_limits[0]), same)
-    decentral = Team(tokenizers, limits, stops, names)
+        return Comparator(args, setup, writer, own, setup.joint_builder(tokenizers[0], prompt_limits[0], more))
     if not own:
-        return Comparator(args, setup, decentral)
-    builder = PromptBuilder(tokenizers, setup.formatters, prompt_limits, args.overlong_prompt)
-    same = all(_same_tokens(a, b) for a, b in zip(tokenizers, team.tokenizers))
-    return Comparator(args, setup, decentral, own, builder, same)
+        return Comparator(args, setup, Team(tokenizers, limits, stops, names))
+    builder = PromptBuilder(tokenizers, setup.formatters, prompt_limits, args.overlong_prompt, more)
+    same = all(_same_tokens(a, b) for a, b in zip(tokenizers, team.tokenizers)) and _same_ends(stops, team.stop_ids)
+    return Comparator(args, setup, Team(tokenizers, limits, stops, names, None if same else tokens), own, builder)
 
 
 def joint_limits(args: MADPOIterConfig) -> list[int]:
@@ -190,6 +191,11 @@ def _read_models(folders: Sequence[str], found: Findings) -> tuple[list[Any], li
     loaded = {f: found.of(partial(load_tokenizer, f, "comparator_agents")) for f in dict.fromkeys(folders)}
     found.raise_any()
     return [loaded[f] for f in folders], [stop_ids(f, loaded[f]) for f in folders]
+
+
+def _same_ends(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> bool:
+    """Whether the same tokens end the answers of both, writer by writer."""
+    return [set(ids) for ids in ours] == [set(ids) for ids in theirs]
 
 
 def _same_tokens(one: Any, other: Any) -> bool:

@@ -139,6 +139,8 @@ class MADPOIterTrainer(MADPOTrainer):
         )  # fmt: skip
         values |= self._of_sides(collected, mine, other, round)
         values["iter/parse_failures"] = comparator.parse_failures - failures
+        values["iter/comparator_cut"] = sum(item.cut for item in other)
+        values["iter/comparator_unfinished"] = sum(item.unfinished for item in other)
         if self._reward_range:
             values |= self._distribution(collected, mine, other, round)
         return collected, values
@@ -221,6 +223,8 @@ class MADPOIterTrainer(MADPOTrainer):
         rate = values["iter/win_rate"]
         missing = f", {values['iter/missing']} without an answer" if values["iter/missing"] else ""
         won = "none" if rate is None else f"{rate:.2f}"
+        if values["iter/comparator_cut"]:
+            missing += f", {values['iter/comparator_cut']:.0f} answers cut to max_new_tokens"
         return f"; round {values['iter/current_iteration']} against {self.args.comparator_policy}: win rate {won}{missing}"
 
     # --- replay

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator, APICounters, Asking
-from comlrl_ds.preference.api_formats import APIRequest
+from comlrl_ds.preference.api_formats import Answer, APIRequest
 from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.journal import Journal, Known
 from comlrl_ds.preference.prompts import JointPrompt
@@ -38,8 +38,8 @@ def ask_api(
     """Asks for every task; answers that the journal has are not asked for again."""
     requests = comparator.requests(joints)
 
-    def keep(round: int, item: int, agent: int, candidate: int, text: str) -> None:
-        journal.append("answer", round=round, item=item, agent=agent, candidate=candidate, text=text)
+    def keep(round: int, item: int, agent: int, candidate: int, answer: Answer) -> None:
+        journal.append("answer", round=round, item=item, agent=agent, candidate=candidate, **answer._asdict())
 
     with APIComparator(comparator.args.api, sampling, keep) as api:
         asking = api.ask(requests, round=round, known=known.answers)
@@ -51,11 +51,11 @@ def _by_task(
 ) -> Iterator[SampledItem]:
     writers = len(requests) // max(len(joints), 1)
     waiting = [writers] * len(joints)
-    texts: dict[int, tuple[str | None, ...]] = {}
+    answers: dict[int, tuple[Answer | None, ...]] = {}
     for number, answer in asking:
         count = requests[number].candidates
-        texts[number] = answer.texts if isinstance(answer, APIAnswer) else (None,) * count
+        answers[number] = answer.answers if isinstance(answer, APIAnswer) else (None,) * count
         task = number // writers
         waiting[task] -= 1
         if not waiting[task]:
-            yield comparator.answered(joints[task], [texts[task * writers + k] for k in range(writers)])
+            yield comparator.answered(joints[task], [answers[task * writers + k] for k in range(writers)])

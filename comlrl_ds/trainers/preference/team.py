@@ -133,18 +133,19 @@ class TeamSetup:
     prompt_limits: list[int]
     args: MADPOConfig
     adapter: CentralizedComparatorAdapter
+    more: list[str] | None = None  # what to do for longer prompts
 
     def prompt_builder(self, limits: Sequence[int] | None = None) -> PromptBuilder:
         """Builds the actors' prompts; `limits` replaces their longest lengths."""
         limits = self.prompt_limits if limits is None else limits
         if self.args.centralized:
-            return self.joint_builder(self.team.tokenizers[0], limits[0])
-        return PromptBuilder(self.team.tokenizers, self.formatters, limits, self.args.overlong_prompt)
+            return self.joint_builder(self.team.tokenizers[0], limits[0], self.more)
+        return PromptBuilder(self.team.tokenizers, self.formatters, limits, self.args.overlong_prompt, self.more)
 
-    def joint_builder(self, tokenizer: Any, limit: int) -> JointPromptBuilder:
-        """Builds prompts for one writer of every role."""
+    def joint_builder(self, tokenizer: Any, limit: int, more: Sequence[str] | None) -> JointPromptBuilder:
+        """Builds prompts for one writer of every role. Args: more, what to do for longer prompts."""
         join = partial(joint_prompt, self.adapter)
-        return JointPromptBuilder(tokenizer, self.formatters, join, limit, self.args.overlong_prompt)
+        return JointPromptBuilder(tokenizer, self.formatters, join, limit, self.args.overlong_prompt, more)
 
     def try_first_prompt(self, dataset: Sequence[Mapping[str, Any]], name: str) -> None:
         """Formats the first task, so that a formatter or template that cannot work ends the run here."""
@@ -167,7 +168,7 @@ def set_up_team(
 ) -> TeamSetup:
     """Checks and loads what is light: tokenizers, formatters, the oracle's signature, token limits."""
     from comlrl_ds.engines.loading import load_tokenizer, stop_ids
-    from comlrl_ds.rollout.start import max_model_len, vllm_is_installed
+    from comlrl_ds.rollout.start import length_limit, vllm_is_installed
 
     found = Findings()
     if rollout.backend == "vllm" and not vllm_is_installed():
@@ -189,10 +190,9 @@ def set_up_team(
         found.add("reward_func", "required: a function that scores joint responses")
     else:
         oracle = found.of(partial(Oracle, reward_func, args.num_agents, reward_processor))
-    longest = [max_model_len(rollout, s) for s in sources]
+    longest = [length_limit(rollout, s) for s in sources]
     for i, (room, new) in enumerate(zip(longest, args.token_limits)):
-        if new >= room:
-            message = f"agent {i}: {new} new tokens leave no room for a prompt in {room} tokens (rollout.max_model_len)"
+        if message := room.no_room(new, f"agent {i}"):
             found.add("max_new_tokens", message)
     found.raise_any()
     assert oracle and checked
@@ -200,8 +200,8 @@ def set_up_team(
     team = Team(given, args.token_limits, stops)
     if args.centralized:
         team = JointTeam(given, args.token_limits, stops, roles=args.num_agents, adapter=adapter, keep_unparsed=True)
-    limits = [room - new for room, new in zip(longest, args.token_limits)]
-    return TeamSetup(list(sources), team, oracle, checked, limits, args, adapter)
+    limits = [room.tokens - new for room, new in zip(longest, args.token_limits)]
+    return TeamSetup(list(sources), team, oracle, checked, limits, args, adapter, [room.more for room in longest])
 
 
 def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
