@@ -66,12 +66,22 @@ def load_tokenizer(source: str, path: str) -> Any:
 
 
 def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a completion: the tokenizer's EOS (0 is an id like any other) and the model's own list."""
+    """Ids that end a completion: every EOS of the tokenizer, of generation_config.json and of config.json (0 is one, too).
+
+    Raises:
+        ConfigError: a file whose eos_token_id is neither an id nor a list of ids.
+    """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    file = Path(source) / "generation_config.json"
-    if file.is_file():
-        listed = json.loads(file.read_text()).get("eos_token_id")
-        ids |= set(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    for name in ("generation_config.json", "config.json"):
+        file = Path(source) / name
+        content = json.loads(file.read_text()) if file.is_file() else {}
+        for section in (content, content.get("text_config") or {}):
+            listed = section.get("eos_token_id")
+            listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+            for value in listed:
+                if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                    raise ConfigError(Problem("", f"{file}: eos_token_id holds {value!r}; write token ids, from 0"))
+            ids |= set(listed)
     return tuple(sorted(ids))
 
 

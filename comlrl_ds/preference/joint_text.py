@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from comlrl_ds.preference.tokenizing import controls_in, open_ids
+
+# Stands where a response is cut for tokenising: private characters that no text has in this order.
+CUT = "\ue000\ue001\ue000"
 TITLE = "Joint response of a team of agents to one task."
 
 
@@ -51,7 +55,7 @@ class JointText:
 
     def ids(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[int, ...]:
         """Token ids of a joint response's text."""
-        whole = self._encode(self.form(prompts, responses))
+        whole = self._encode(prompts, responses)
         if self.max_length is None or len(whole) <= self.max_length:
             return whole
         self.cut += 1
@@ -64,7 +68,7 @@ class JointText:
                 return whole
             room = max(0, sum(map(len, parts)) - excess)
             parts = shortened(parts, room)
-            whole = self._encode(self.form([self._text(p) for p in parts], responses))
+            whole = self._encode([self._text(p) for p in parts], responses)
             if not room:
                 break
         if len(whole) <= self.max_length:
@@ -78,11 +82,21 @@ class JointText:
             if not any(ends):
                 break
             ends = [part[: len(kept)] for part, kept in zip(ends, shortened(ends, max(0, sum(map(len, ends)) - excess)))]
-            whole = self._encode(self.form([""] * len(prompts), [self._text(r) for r in ends]))
+            whole = self._encode([""] * len(prompts), [self._text(r) for r in ends])
         return whole[: self.max_length]
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text)["input_ids"])
+    def _encode(self, prompts: Sequence[str], responses: Sequence[str]) -> tuple[int, ...]:
+        """Ids of the whole text, which ends open. Prompts keep the control tokens of their chat format; responses have none."""
+        controls = {c for response in responses for c in controls_in(self.tokenizer, response)}
+        if not controls:
+            return tuple(open_ids(self.tokenizer, self.form(prompts, responses)))
+        for control in controls:
+            responses = [r.replace(control, control[0] + CUT + control[1:]) for r in responses]
+        first, *rest = self.form(prompts, responses).split(CUT)
+        ids = open_ids(self.tokenizer, first)
+        for piece in rest:
+            ids += self._plain(piece)
+        return tuple(ids)
 
     def _plain(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

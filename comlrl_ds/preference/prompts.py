@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.preference.tokenizing import PromptError, check_unicode, controls_in, open_ids, opening_ids
 
 Formatter = Callable[..., Any]
-
-
-class PromptError(ConfigError):
-    """A formatter or a task that gives no usable prompt; names the task and the agent."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Problem("", message))
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,8 @@ class JointPrompt:
 
 
 def default_formatter(item: Mapping[str, Any]) -> str:
-    """The page's default: the task's own `prompt`."""
-    return item.get("prompt", "")
+    """The task's own `prompt`."""
+    return item["prompt"]
 
 
 def check_formatters(formatters: Formatter | Sequence[Formatter] | None, num_agents: int) -> list[Formatter]:
@@ -77,6 +72,9 @@ class PromptBuilder:
         limits: longest prompt of each agent in tokens; what is longer is treated as `overlong` says.
         overlong: "error" | "drop" | "truncate_left".
         more: what to do for longer prompts of each agent, for the error.
+
+    Attributes:
+        controls: how often tasks and formatters wrote out the text of each control token, which is read as that token.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class PromptBuilder:
         self.tokenizers, self.formatters, self.limits, self.overlong = tokenizers, formatters, limits, overlong
         self._more = more or ["raise rollout.max_model_len"] * len(limits)
         self.dropped = self.truncated = 0
+        self.controls: Counter[str] = Counter()
 
     def build(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None) -> list[JointPrompt]:
         """Prompts of the tasks at `indices` (default: all); tasks dropped as over-long are missing."""
@@ -107,6 +106,7 @@ class PromptBuilder:
     ) -> Prompt | None:
         """A prompt that leaves room for its completion; None where its task is dropped."""
         prompt = encode_prompt(tokenizer, content, where)
+        self.controls.update(controls_in(tokenizer, plain_text(content)))
         if len(prompt.ids) <= limit:
             return prompt
         if self.overlong == "error":
@@ -149,7 +149,7 @@ class JointPromptBuilder(PromptBuilder):
 
 def plain_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """A formatter's result as one text: chat messages without their roles."""
-    return prompt if isinstance(prompt, str) else "\n\n".join(str(m["content"]) for m in prompt)
+    return prompt if isinstance(prompt, str) else "\n\n".join("".join(message_texts(m)) for m in prompt)
 
 
 def formatted(formatter: Formatter, item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
@@ -160,17 +160,53 @@ def formatted(formatter: Formatter, item: Mapping[str, Any], where: str) -> str 
     """
     prompt = _call(formatter, item, where)
     if isinstance(prompt, str):
+        if not prompt.strip():
+            raise PromptError(f"{where}: the prompt is empty; the formatter returned {prompt!r}")
+        check_unicode(prompt, where)
         return prompt
-    if (
-        isinstance(prompt, Sequence)
-        and prompt
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
-    ):
-        return [dict(m) for m in prompt]
-    raise PromptError(
-        f"{where}: the formatter returned {type(prompt).__name__};"
-        " return a string or a list of {'role': …, 'content': …} messages"
-    )
+    if not isinstance(prompt, list | tuple) or not prompt:
+        returned = f"an empty {type(prompt).__name__}" if isinstance(prompt, list | tuple) else type(prompt).__name__
+        raise PromptError(
+            f"{where}: the formatter returned {returned}; return a string or a list of {{'role': …, 'content': …}} messages"
+        )
+    for k, message in enumerate(prompt):
+        _check_message(message, f"{where}, message {k}")
+    return [dict(m) for m in prompt]
+
+
+def _check_message(message: Any, where: str) -> None:
+    """Raises PromptError unless it is a chat message whose content is text, or a list of text parts."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise PromptError(f"{where} is {_shown(message)}; a chat message is {{'role': …, 'content': …}}")
+    if not isinstance(message["role"], str) or not message["role"]:
+        raise PromptError(f"{where}: its role is {_shown(message['role'])}; write a string such as 'user'")
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple) or not parts:
+        raise PromptError(
+            f"{where}: its content is {_shown(content)}; write a string, or a list of {{'type': 'text', 'text': …}}"
+        )
+    for part in parts:
+        text = part if isinstance(content, str) else _text_of(part)
+        if text is None:
+            raise PromptError(f"{where}: its content holds {_shown(part)}; only parts {{'type': 'text', 'text': …}} are text")
+        check_unicode(text, where)
+
+
+def _text_of(part: Any) -> str | None:
+    is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return part["text"] if is_text else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def message_texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a checked chat message."""
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def _call(formatter: Formatter, item: Mapping[str, Any], where: str) -> Any:
@@ -179,7 +215,11 @@ def _call(formatter: Formatter, item: Mapping[str, Any], where: str) -> Any:
     except (TypeError, ValueError):
         takes_external = False
     try:
+        if formatter is default_formatter and "prompt" not in item:
+            raise PromptError(f"{where}: the task has no 'prompt'; add one, or give formatters that build prompts")
         return formatter(item, external_prompts=None) if takes_external else formatter(item)
+    except PromptError:
+        raise
     except Exception as error:  # the user's code: whatever it raises, the task and the agent are named
         raise PromptError(f"{where}: the formatter raised {type(error).__name__}: {error}") from error
 
@@ -191,24 +231,46 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], whe
     """
     bos = tokenizer.bos_token_id
     if isinstance(prompt, str):
-        text, ids = prompt, list(tokenizer(prompt)["input_ids"])
+        text, ids = prompt, open_ids(tokenizer, prompt, where)
     else:
-        if not getattr(tokenizer, "chat_template", None):
-            raise PromptError(
-                f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string"
-            )
-        try:
-            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program too, and refuses e.g. a system message in its own way
-            raise PromptError(f"{where}: the chat template raised {type(error).__name__}: {error}") from error
+        text = _rendered(tokenizer, prompt, where)
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if bos is not None and ids[:1] != [bos] and list(tokenizer("")["input_ids"])[:1] == [bos]:
+        if bos is not None and ids[:1] != [bos] and opening_ids(tokenizer)[:1] == [bos]:
             ids = [bos, *ids]
     while bos is not None and ids[:2] == [bos, bos]:
         ids = ids[1:]
     if not ids:
         raise PromptError(f"{where}: the prompt is empty; a completion needs at least one prompt token")
     return Prompt(text, tuple(ids))
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Chat messages in the tokenizer's template, with the cue for an answer.
+
+    Raises:
+        PromptError: there is no template; it raised; it left out what a message says.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(
+            f"{where}: the formatter returned chat messages, but the tokenizer has no chat template; return a string"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program too, and refuses e.g. a system message in its own way
+        raise PromptError(f"{where}: the chat template raised {type(error).__name__}: {error}") from error
+    squeezed = "".join(text.split())  # templates trim white space
+    for k, message in enumerate(messages):
+        # Templates take what an assistant thought out of its earlier answers on purpose.
+        if message["role"] == "assistant":
+            continue
+        # A template that knows no parts writes the list itself, as Python or JSON shows it.
+        as_list = not isinstance(message["content"], str) and ("{'type':'text'" in squeezed or '{"type":"text"' in squeezed)
+        if as_list or any("".join(t.split()) not in squeezed for t in message_texts(message)):
+            how = "; it takes no lists of parts, write a string" if not isinstance(message["content"], str) else ""
+            raise PromptError(
+                f"{where}: the chat template leaves out or alters the content of message {k} (role {message['role']!r}){how}"
+            )
+    return text
 
 
 def truncate_left(tokenizer: Any, prompt: Prompt, limit: int) -> Prompt:

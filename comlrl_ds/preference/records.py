@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.maths.packing import PairTokens
+from comlrl_ds.preference.tokenizing import tokenizer_mark
 from comlrl_ds.runs.files import write_atomically
 
 if TYPE_CHECKING:
     from comlrl_ds.preference.collection import SampledItem
 
 FINISH_REASONS = ("length", "stop")
+TOKENIZERS = "tokenizers"  # name of the marks in an ids file's metadata
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,18 @@ def make_pair(sampled: SampledItem, winner: int, loser: int) -> PreferencePair:
     )
 
 
-def write_round(folder: Path, iteration: int, pairs: Sequence[PreferencePair], sampled: Sequence[SampledItem]) -> Path:
+def write_round(
+    folder: Path, iteration: int, pairs: Sequence[PreferencePair], sampled: Sequence[SampledItem],
+    tokenizers: Sequence[Any] = (),
+) -> Path:  # fmt: skip
     """Writes `iteration_NNNN.json` (the page's format) and `iteration_NNNN.ids.safetensors` beside it.
 
     The ids file holds what was sampled, so that a resumed round trains on the same tokens: for each agent a all token
     ids of its prompts and completions, flat, with their offsets; `agent_a.finish` (0 length, 1 stop); `items` [tasks];
-    `pairs` [pairs, 3] = (task, winner, loser).
+    `pairs` [pairs, 3] = (task, winner, loser). Its metadata has a mark of each agent's tokenizer, whose ids these are.
+
+    Args:
+        tokenizers: the agents'.
     """
     import torch
     from safetensors.torch import save
@@ -109,7 +117,8 @@ def write_round(folder: Path, iteration: int, pairs: Sequence[PreferencePair], s
             [FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=torch.uint8
         )
     file = folder / f"iteration_{iteration:04d}.json"
-    write_atomically(file.with_suffix(".ids.safetensors"), save(tensors))
+    marks = {TOKENIZERS: json.dumps([tokenizer_mark(t) for t in tokenizers])} if tokenizers else None
+    write_atomically(file.with_suffix(".ids.safetensors"), save(tensors, marks))
     content = {"iteration": iteration, "num_pairs": len(pairs), "pairs": [p.record() for p in pairs]}
     write_atomically(
         file, json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -21,8 +21,7 @@ import numpy as np
 
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.maths.packing import PairTokens
-from comlrl_ds.preference.prompts import PromptError, encode_prompt
-from comlrl_ds.preference.records import PreferencePair
+from comlrl_ds.preference.records import TOKENIZERS, PreferencePair
 from comlrl_ds.preference.round_checks import (
     AGENT_COLUMNS,
     ID_BYTES,
@@ -34,6 +33,7 @@ from comlrl_ds.preference.round_checks import (
     locate_ids,
     record_spans,
 )
+from comlrl_ds.preference.tokenizing import PromptError, answer_ids, completion_text, open_ids, tokenizer_mark
 from comlrl_ds.runs.files import write_atomically
 
 _NAME = re.compile(r"iteration_(\d{4,})\.(json|ids\.safetensors)")
@@ -44,7 +44,7 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class Replayed:
-    """Drawn pairs in the order of the draw, and how many of them have other ids than were sampled."""
+    """Drawn pairs in the order of the draw, and how many of them have ids that another tokenizer made of their texts."""
 
     pairs: list[PreferencePair]
     changed: int
@@ -60,6 +60,7 @@ class RoundFolder:
 
     def __init__(self, folder: Path, tokenizers: Sequence[Any]) -> None:
         self.folder, self._tokenizers = folder, list(tokenizers)
+        self._marked: dict[int, list[str]] = {}
         self._columns = len(PAIR_COLUMNS) + len(AGENT_COLUMNS) * len(self._tokenizers)
 
     def file(self, iteration: int) -> Path:
@@ -98,20 +99,18 @@ class RoundFolder:
             RoundFileError: damage, or a text that is not that of its ids.
         """
         stored = self._read(iteration, range(self._indexed(iteration)))
-        for agent, tokenizer in enumerate(self._tokenizers):
-            sides = [side for s in stored for side in s.sides(agent)]
-            wrong = [s for s in sides if _decoded(tokenizer, s.ids) != s.text]
-            again = _encode(tokenizer, wrong)
-            for side, ids in zip(wrong, again):
-                # A comparator's answer may have been text first, and its ids made from it.
-                if ids != side.ids:
-                    raise side.contradiction()
+        for agent in range(len(self._tokenizers)):
+            if not self._made_the_ids(iteration, agent):
+                message = f"holds ids of another tokenizer than agent {agent}'s; this round has to be sampled anew"
+                raise RoundFileError(self._files(iteration)[1], message)
+            self._check_texts(stored, agent)
         return [s.pair(s.tokens) for s in stored]
 
     def replayed(self, drawn: Sequence[tuple[int, int]]) -> Replayed:
-        """The drawn pairs, re-tokenised from their texts; a finished answer ends with the stop token that was sampled.
+        """The drawn pairs with the ids that were sampled, wherever the agent's tokenizer is the one that they are of.
 
-        An answer whose text gives no token keeps the sampled ids: they are all there is of it.
+        Other ids are made anew from the texts. A finished answer then ends with the agent's own stop token, and an answer
+        whose text gives no token keeps its ids: they are all there is of it.
 
         Args:
             drawn: (round, record index), with repetitions.
@@ -123,30 +122,49 @@ class RoundFolder:
         for r, number in drawn:
             wanted.setdefault(r, set()).add(number)
         stored = {(r, s.number): s for r in sorted(wanted) for s in self._read(r, sorted(wanted[r]))}
-        tokens = self._retokenised(list(stored.values()))
-        pairs = {key: s.pair(t) for (key, s), t in zip(stored.items(), tokens)}
-        changed = {key: t != s.tokens for (key, s), t in zip(stored.items(), tokens)}
+        tokens: dict[tuple[int, int], tuple[PairTokens, ...]] = {}
+        for r in sorted(wanted):
+            of_round = [s for key, s in stored.items() if key[0] == r]
+            columns = [self._tokens(r, of_round, agent) for agent in range(len(self._tokenizers))]
+            tokens |= {(r, s.number): row for s, row in zip(of_round, zip(*columns))}
+        pairs = {key: s.pair(tokens[key]) for key, s in stored.items()}
+        changed = {key: tokens[key] != s.tokens for key, s in stored.items()}
         return Replayed([pairs[key] for key in drawn], sum(changed[key] for key in drawn))
 
-    def _retokenised(self, stored: Sequence[_Stored]) -> list[tuple[PairTokens, ...]]:
-        agents = []
-        for i, tokenizer in enumerate(self._tokenizers):
-            prompts: dict[str, tuple[int, ...]] = {}
-            for s in stored:
-                text = s.record["prompts"][i]
-                try:
-                    prompts[text] = prompts.get(text) or encode_prompt(tokenizer, text).ids
-                except PromptError as error:
-                    raise RoundFileError(s.file, str(error), s.number, f"prompts.{i}") from None
-            sides = [side for s in stored for side in s.sides(i)]
-            again = _encode(tokenizer, sides)
-            for side, ids in zip(sides, again):
-                if ids != side.ids and _decoded(tokenizer, side.ids) != side.text:
-                    raise side.contradiction()
-            agents.append(
-                [PairTokens(prompts[s.record["prompts"][i]], w, lo) for s, w, lo in zip(stored, again[::2], again[1::2])]
-            )
-        return list(zip(*agents))
+    def _tokens(self, iteration: int, stored: Sequence[_Stored], agent: int) -> list[PairTokens]:
+        """One agent's ids of a round's records: as they are stored, or made anew from the texts by another tokenizer."""
+        if self._made_the_ids(iteration, agent):
+            self._check_texts(stored, agent)
+            return [s.tokens[agent] for s in stored]
+        tokenizer, made = self._tokenizers[agent], []
+        for s in stored:
+            try:
+                prompt = tuple(open_ids(tokenizer, s.record["prompts"][agent]))
+            except PromptError as error:
+                raise RoundFileError(s.file, str(error), s.number, f"prompts.{agent}") from None
+            made.append(PairTokens(prompt, *(_anew(tokenizer, side, same=False) for side in s.sides(agent))))
+        return made
+
+    def _made_the_ids(self, iteration: int, agent: int) -> bool:
+        """Whether the ids of a round are those of the agent's tokenizer; files without a mark are taken to be."""
+        marks = self._marks(iteration)
+        return not marks or marks[agent] == tokenizer_mark(self._tokenizers[agent])
+
+    def _marks(self, iteration: int) -> list[str]:
+        if iteration not in self._marked:
+            with _Bytes(self._files(iteration)[1]) as file:
+                header = json.loads(file.read(8, int.from_bytes(file.read(0, 8), "little")))
+            marks = json.loads((header.get("__metadata__") or {}).get(TOKENIZERS, "[]"))
+            self._marked[iteration] = marks if len(marks) == len(self._tokenizers) else []
+        return self._marked[iteration]
+
+    def _check_texts(self, stored: Sequence[_Stored], agent: int) -> None:
+        """Raises RoundFileError for a text that neither is that of its ids nor gives them."""
+        tokenizer = self._tokenizers[agent]
+        for side in (side for s in stored for side in s.sides(agent)):
+            # A comparator's answer may have been text first, and its ids made from it.
+            if not side.is_of(tokenizer) and _anew(tokenizer, side, same=True) != side.ids:
+                raise side.contradiction()
 
     def _files(self, iteration: int) -> tuple[Path, Path]:
         file = self.file(iteration)
@@ -208,6 +226,12 @@ class _Side:
     ids: tuple[int, ...]
     finished: bool
 
+    def is_of(self, tokenizer: Any) -> bool:
+        """Whether the text is that of the ids, as it is written now or, without any special token, was before."""
+        plain = tokenizer.decode(list(self.ids), skip_special_tokens=True)
+        texts = (completion_text(tokenizer, self.ids, self.finished), plain)
+        return self.text in [t.encode("utf-8", "replace").decode("utf-8") for t in texts]
+
     def contradiction(self) -> RoundFileError:
         return RoundFileError(self.file, "is not the text of the ids that lie beside it", self.number, self.field)
 
@@ -247,24 +271,18 @@ def _page_fields(record: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _encode(tokenizer: Any, sides: Sequence[_Side]) -> list[tuple[int, ...]]:
-    """Ids of the sides' texts, the sampled stop token at the end of those that were finished."""
-    texts = list(dict.fromkeys(side.text for side in sides if side.text))
-    ids_of = dict(zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else {}
+def _anew(tokenizer: Any, side: _Side, *, same: bool) -> tuple[int, ...]:
+    """Ids of a side's text, with a stop token at the end where the answer was finished.
 
-    def ids(side: _Side) -> tuple[int, ...]:
-        again = tuple(ids_of.get(side.text, ()))
-        if not again:
-            return side.ids
-        # Where the stop token is no special one, the text has it already.
-        return again + side.ids[-1:] if side.finished and again[-1:] != side.ids[-1:] else again
-
-    return [ids(side) for side in sides]
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of ids as a round file holds it."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True).encode("utf-8", "replace").decode("utf-8")
+    Args:
+        same: the tokenizer is that of the stored ids, so that the stop token among them is its, too.
+    """
+    again = tuple(answer_ids(tokenizer, side.text)) if side.text else ()
+    if not again:
+        return side.ids
+    eos = tokenizer.eos_token_id
+    stop = side.ids[-1:] if same else () if eos is None else (int(eos),)
+    return again + stop if side.finished and again[-1:] != stop else again
 
 
 def _stamp(file: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from comlrl_ds.preference.centralized import CentralizedComparatorAdapter, parse_joint
 from comlrl_ds.preference.prompts import JointPrompt
+from comlrl_ds.preference.tokenizing import answer_ids, completion_text
 from comlrl_ds.rollout.base import Completion
 
 
@@ -66,7 +67,7 @@ class AgentTokens:
                 ids, limit = self._ids(i, text, end), self.limits[i]
                 if is_cut := len(ids) > limit:
                     ids = ids[:limit]
-                    text = self.tokenizers[i].decode(list(ids), skip_special_tokens=True)
+                    text = completion_text(self.tokenizers[i], ids, finished=False)
                     cut += 1
                 kept[-1].append(text)
                 completions[-1].append(Completion(ids, "stop" if end and not is_cut else "length", "text"))
@@ -75,7 +76,7 @@ class AgentTokens:
     def _ids(self, agent: int, text: str, finished: bool) -> tuple[int, ...]:
         tokenizer = self.tokenizers[agent]
         stop = _end_of(tokenizer, self.stop_ids[agent])
-        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
+        ids = tuple(answer_ids(tokenizer, text)) if text else ()
         if finished and ids[-1:] != stop:
             ids += stop
         # An answer of no token at all cannot be stored; its stop token, or any, stands for it.
@@ -111,9 +112,9 @@ class Team:
         return self.names[writer] if self.names else agent_name(writer)
 
     def read(self, joint: JointPrompt, completions: Sequence[Sequence[Completion]]) -> Read:
-        """Texts of completions, [writer][candidate], without special tokens."""
+        """Texts of completions, [writer][candidate], without the stop tokens that ended them."""
         texts = [
-            [tokenizer.decode(list(c.ids), skip_special_tokens=True) for c in row]
+            [completion_text(tokenizer, c.ids, c.finish_reason == "stop") for c in row]
             for tokenizer, row in zip(self.tokenizers, completions)
         ]
         return self.read_texts(joint, texts, [[c.finish_reason == "stop" for c in row] for row in completions])

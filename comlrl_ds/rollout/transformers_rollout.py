@@ -34,13 +34,14 @@ class TransformersRollout(RolloutEngine):
     """
 
     def __init__(self, source: str, *, dtype: torch.dtype, batch_size: int = 64, device: str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         self.source = self.held = source
         self._model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval().to(device)
-        self._model.generation_config.eos_token_id = None  # requests say what ends them; nothing is inherited
+        # `generate` takes whatever a call leaves open from here, and so from the folder's files: nothing is inherited.
+        self._model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
         self._batch_size, self._device = batch_size, device
         self._todo: list[tuple[int, Request]] = []
         self._refused: list[tuple[int, str]] = []
@@ -49,8 +50,8 @@ class TransformersRollout(RolloutEngine):
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         if self._todo:
             raise RolloutError("a submission is still being generated")
-        # Prompts of similar length share a batch; `receive` takes from the end.
-        self._todo = sorted(enumerate(requests), key=lambda kr: (len(kr[1].prompt), kr[0]), reverse=True)
+        # Requests of one limit, and prompts of similar length, share a batch; `receive` takes from the end.
+        self._todo = sorted(enumerate(requests), key=lambda kr: (kr[1].max_new_tokens, len(kr[1].prompt), kr[0]), reverse=True)
         self._sampling = sampling
 
     def receive(self) -> list[tuple[int, Completion]] | None:
@@ -59,7 +60,11 @@ class TransformersRollout(RolloutEngine):
                 self._refused = []
                 raise RequestsRefused(refused)
             return None
-        batch = [self._todo.pop() for _ in range(min(self._batch_size, len(self._todo)))]
+        # Rows of a batch go on until the last one ends, and a longer limit's would lead a long prompt beyond the positions.
+        limit = self._todo[-1][1].max_new_tokens
+        batch: list[tuple[int, Request]] = []
+        while self._todo and len(batch) < self._batch_size and self._todo[-1][1].max_new_tokens == limit:
+            batch.append(self._todo.pop())
         try:
             return self._answers(batch)
         except Exception:  # whatever transformers raises: only the request that cannot be computed loses its answer

@@ -38,6 +38,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "collect/truncated_prompts": ("count", "over-long prompts cut on the left"),
     "collect/winner_tokens/agent_i": ("tokens", "mean length of winning completions"),
     "collect/loser_tokens/agent_i": ("tokens", "mean length of losing completions"),
+    "collect/control_tokens": ("count", "control tokens that tasks and formatters wrote out in prompts"),
     "collect/seconds": ("s", "wall time of the collection"),
     "rollout/tokens_per_s": ("tokens/s", "sampled tokens of all engines per second of generation"),
     "rollout/sync_s": ("s", "time of the last weight sync"),

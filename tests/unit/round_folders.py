@@ -9,6 +9,7 @@ from comlrl_ds.preference.oracle import Score
 from comlrl_ds.preference.pairs import pairs_from
 from comlrl_ds.preference.prompts import JointPrompt, encode_prompt
 from comlrl_ds.preference.records import write_round
+from comlrl_ds.preference.tokenizing import completion_text
 
 EOS = 2
 TEAM = [word_tokenizer(), word_tokenizer(adds_bos=False)]
@@ -22,7 +23,7 @@ def item_of(index, completions, scores, tokenizers=TEAM, prompt="w5 w6 é"):
          for t, row in zip(tokenizers, completions)],
     )  # fmt: skip
     item.texts = [
-        [t.decode(list(c.ids), skip_special_tokens=True) for c in row] for t, row in zip(tokenizers, item.completions)
+        [completion_text(t, c.ids, c.finish_reason == "stop") for c in row] for t, row in zip(tokenizers, item.completions)
     ]
     item.written = item.texts
     item.scores = [Score(s, s) for s in scores]
@@ -35,10 +36,10 @@ def some_items(round=0):
     return [item_of(7, rows(20), [1.0, 3.0, 3.0]), item_of(4, rows(30), [2.0, 2.0, 0.5])]
 
 
-def write(folder, iteration=1, items=None):
+def write(folder, iteration=1, items=None, tokenizers=None):
     items = some_items() if items is None else items
     pairs = pairs_from(items, mode="all", cap=None, run_seed=0, round=iteration, max_invalid_fraction=1.0).pairs
-    write_round(folder, iteration, pairs, items)
+    write_round(folder, iteration, pairs, items, TEAM if tokenizers is None else tokenizers)
     return pairs
 
 

@@ -242,9 +242,9 @@ def test_other_tokens_are_made_from_the_texts():
     texts = [["w5 w6", "w7", "", "w8 </s>"], ["w5", "w7 x", "", "w9 w60"]]
     kept, completions, cut = converted(texts, [[True, False, True, True]] * 2)
     assert completions == [
-        # No stop token where the answer was cut, no second one where the text holds it.
-        [((5, 6, EOS), "stop"), ((7,), "length"), ((EOS,), "stop"), ((8, EOS), "stop")],
-        [((5, 60), "stop"), ((7, 0), "length"), ((60,), "stop"), ((9, 60), "stop")],
+        # No stop token where the answer was cut, and none that only the text of one stands for.
+        [((5, 6, EOS), "stop"), ((7,), "length"), ((EOS,), "stop"), ((8, 0, 0, 0, 0, EOS), "stop")],
+        [((5, 60), "stop"), ((7, 0), "length"), ((60,), "stop"), ((9, 0, 0, 0, 60), "stop")],
     ]
     assert (kept, cut) == (texts, 0)
 
@@ -349,7 +349,7 @@ def test_any_round_gives_back_its_pairs(tmp_path_factory, tasks):
 def test_each_writer_writes_one_role():
     completions = [[completion([20, 21, EOS], "stop"), completion([22])], [completion([60], "stop"), completion([23, 0, 24])]]
     read = AGENTS.read(OUR_PROMPTS, completions)
-    assert read.texts == read.written == [["w20 w21", "w22"], ["", "w23 w24"]]
+    assert read.texts == read.written == [["w20 w21", "w22"], ["", "w23 <unk> w24"]]
     assert read.missing == frozenset()
     assert (AGENTS.size, AGENTS.name(1), Team(TEAM, [], [], ["a", "b"]).name(1)) == (2, "agent_1", "b")
 
@@ -363,7 +363,7 @@ JOINT_TEXTS = [
 
 
 def joint_team(keep=False, roles=2):
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: JOINT_TEXTS[ids[0]] if skip_special_tokens else "")
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: JOINT_TEXTS[ids[0]])
     adapter = TaggedCentralizedComparatorAdapter()
     return JointTeam([tokenizer], [9], [(EOS,)], roles=roles, adapter=adapter, keep_unparsed=keep)
 

@@ -56,17 +56,19 @@ def test_a_string_is_used_as_it_is():
     [
         (None, "returned NoneType; return a string or a list"),
         (5, "returned int"),
-        ([], "returned list"),
-        (["w5"], "returned list"),
-        ([{"content": "w5"}], "returned list"),
+        ([], "returned an empty list; return"),
+        (["w5"], "message 0 is str 'w5'; a chat message is"),
+        ([{"content": "w5"}], "message 0 is dict"),
         ({"role": "user", "content": "w5"}, "returned dict"),
         (b"w5", "returned bytes"),
+        ("", "the prompt is empty"),
+        (" \n", "the prompt is empty"),
     ],
 )
 def test_a_formatter_of_another_kind_is_refused_by_task_and_agent(result, part):
     tokenizer = tiny_models.word_tokenizer(chat_template=WITH_BOS)
     builder = PromptBuilder([tokenizer] * 2, [lambda item: "w3", lambda item: result], [99, 99])
-    with pytest.raises(PromptError, match=f"^task 4, agent 1: .*{part}"):
+    with pytest.raises(PromptError, match=f"^task 4, agent 1[:,] .*{part}"):
         builder.build([{}] * 5, [4])
 
 

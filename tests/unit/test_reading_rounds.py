@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from round_folders import EOS, TEAM, every, item_of, some_items, write
-from tiny_models import completion, merging_tokenizer
+from tiny_models import completion, merging_tokenizer, word_tokenizer
 
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.config.replay import ReplaySettings
 from comlrl_ds.preference.replay import draw
+from comlrl_ds.preference.round_checks import RoundFileError
 from comlrl_ds.preference.round_files import RoundFolder, claim_folder, foreign_rounds, free_folder, owner_of
 
 
@@ -42,15 +43,44 @@ def test_rounds_are_found_and_empty_ones_have_no_pairs(tmp_path):
     assert RoundFolder(tmp_path / "none", TEAM).rounds() == []
 
 
-def test_historical_pairs_are_tokenised_anew_and_the_changed_ones_counted(tmp_path):
+def test_history_is_trained_on_as_it_was_sampled(tmp_path):
+    team = [merging_tokenizer()] * 2
+    merged = item_of(0, [[[6, 4, 1], [2]], [[2, 1], [3]]], [1.0, 0.0], team, "a")  # its text gives [a, bc]
+    pairs = write(tmp_path, 1, [merged], team)
+    replayed = RoundFolder(tmp_path, team).replayed([(1, 0)])
+    assert (replayed.pairs, replayed.changed) == (pairs, 0)
+
+
+def test_special_tokens_within_an_answer_stay_in_its_text_and_its_ids(tmp_path):
+    marked = word_tokenizer()
+    marked.add_special_tokens({"additional_special_tokens": ["w40", "w41"]})
+    pairs = write(tmp_path, 1, [item_of(0, [[[40, 20, 41, 21, EOS], [22]]] * 2, [1.0, 0.0], [marked] * 2)], [marked] * 2)
+    assert pairs[0].winner_completions == ["w40 w20 w41 w21"] * 2
+    folder = RoundFolder(tmp_path, [marked] * 2)
+    assert folder.replayed([(1, 0)]).pairs == folder.sampled(1) == pairs
+
+
+def test_ids_of_another_tokenizer_are_made_anew_and_never_taken_for_the_rounds_own(tmp_path):
+    pairs = write(tmp_path, 1, [item_of(0, [[[20, 21, EOS], [22]], [[20], [21]]], [1.0, 0.0])])
+    other = word_tokenizer(70)
+    other.add_special_tokens({"eos_token": "w60"})
+    folder = RoundFolder(tmp_path, [other, TEAM[1]])
+    replayed = folder.replayed([(1, 0)])
+    assert replayed.changed == 1
+    assert replayed.pairs[0].tokens[0].winner == (20, 21, 60)  # its own stop token
+    assert replayed.pairs[0].tokens[1] == pairs[0].tokens[1]
+    with pytest.raises(RoundFileError, match="another tokenizer than agent 0's"):
+        folder.sampled(1)
+
+
+def test_pairs_of_another_tokenizer_are_tokenised_anew_and_the_changed_ones_counted(tmp_path):
     # "ab"+"c" was sampled as [ab, c]; the text "abc" is [a, bc].
     team = [merging_tokenizer()] * 2
     changed = item_of(0, [[[6, 4, 1], [2]], [[2, 1], [3]]], [1.0, 0.0], team, "a")
     cut = item_of(1, [[[2], [6, 4]], [[2], [3]]], [1.0, 0.0], team, "a")
     same = item_of(2, [[[2, 1], [3]], [[2], [3]]], [1.0, 0.0], team, "a")
-    pairs = write(tmp_path, 1, [changed, cut, same])
+    pairs = write(tmp_path, 1, [changed, cut, same])  # with the marks of another team's tokenizers
     folder = RoundFolder(tmp_path, team)
-    assert folder.sampled(1) == pairs
     replayed = folder.replayed([(1, 2), (1, 0), (1, 1), (1, 0)])
     assert replayed.changed == 3
     assert replayed.pairs[0].tokens == pairs[2].tokens
@@ -69,7 +99,7 @@ def test_a_stop_token_that_stands_in_the_text_is_not_doubled(tmp_path):
 
 def test_an_answer_that_was_empty_when_sampled_is_no_damage(tmp_path):
     pairs = write(tmp_path, 1, [item_of(0, [[[20], [EOS]], [[20], [0]]], [1.0, 0.0])])
-    assert pairs[0].loser_completions == ["", ""]
+    assert pairs[0].loser_completions == ["", "<unk>"]
     folder = RoundFolder(tmp_path, TEAM)
     assert folder.sampled(1) == pairs
     replayed = folder.replayed([(1, 0)])
@@ -161,8 +191,10 @@ def test_a_draw_from_a_long_history_reads_the_drawn_records_only(long_history, r
     assert len(set(drawn)) == 60
     assert reads["whole"] == []
     assert reads["json"] == sum(record(pairs[k]) for _, k in drawn)
-    assert reads["safetensors"] == sum(ids(pairs[k]) for _, k in drawn)
     rounds = len({r for r, _ in drawn})
+    # The head of each ids file says whose ids they are.
+    head = 8 + int.from_bytes((path / "iteration_0001.ids.safetensors").read_bytes()[:8], "little")
+    assert reads["safetensors"] == sum(ids(pairs[k]) for _, k in drawn) + rounds * head
     assert reads["index"] == 64 * (200 + rounds) + 60 * 8 * (5 + 8 * 2)
     counted = reads["json"] + reads["index"] + reads["safetensors"]
     assert counted < stored / 100

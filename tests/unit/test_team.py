@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny_models
 import torch
@@ -69,9 +71,21 @@ def test_stop_ids_are_the_tokenizers_and_the_models(tmp_path):
     file = tmp_path / "m" / "generation_config.json"
     file.write_text('{"eos_token_id": [7, 5]}')
     assert stop_ids(folder, tokenizer) == (2, 5, 7)
+    config = tmp_path / "m" / "config.json"
+    content = json.loads(config.read_text())
+    for written, ids in (
+        ({"eos_token_id": 9}, (2, 5, 7, 9)),
+        ({"text_config": {"eos_token_id": [8]}}, (2, 5, 7, 8)),
+        ({}, (2, 5, 7)),
+    ):
+        config.write_text(json.dumps({k: v for k, v in content.items() if k != "eos_token_id"} | written))
+        assert stop_ids(folder, tokenizer) == ids
     file.write_text("{}")
     tokenizer.eos_token = "<unk>"
     assert stop_ids(folder, tokenizer) == (0,)  # an id like any other
+    file.write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id holds '</s>'"):
+        stop_ids(folder, tokenizer)
     file.unlink()
     tokenizer.eos_token = None
     assert stop_ids(folder, tokenizer) == ()

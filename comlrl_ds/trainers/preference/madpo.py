@@ -91,7 +91,8 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
                 bar.advance(items, f"{rate:.0f} tokens/s")
 
             collected, more = self._compare(sampler, prompts, sampling, round, journal, progress, known)
-            write_round(self.replay_folder, round, collected.pairs, collected.sampled)
+            tokenizers = self.setup.team.tokenizers
+            write_round(self.replay_folder, round, collected.pairs, collected.sampled, tokenizers)
             self.round_folder.make_index(round)
             rate = (pool.generated_tokens - tokens_before) / max(pool.generate_seconds - seconds_before, 1e-9)
             seconds = time.perf_counter() - started

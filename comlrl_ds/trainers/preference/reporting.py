@@ -70,11 +70,15 @@ class Reporter:
             "collect/pairs": len(collected.pairs), "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
             "collect/oracle_errors": oracle_errors, "collect/reward_mean": collected.score_mean,
             "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": builder.dropped,
-            "collect/truncated_prompts": builder.truncated, "collect/seconds": seconds, "rollout/tokens_per_s": rate,
+            "collect/truncated_prompts": builder.truncated, "collect/control_tokens": builder.controls.total(),
+            "collect/seconds": seconds, "rollout/tokens_per_s": rate,
         }  # fmt: skip
         for side in ("winner", "loser"):
             values |= {agent_metric(f"collect/{side}_tokens", i): n for i, n in enumerate(collected.lengths(side))}
         dropped = f", {builder.dropped} tasks dropped as over-long" if builder.dropped else ""
+        if builder.controls:
+            texts = ", ".join(f"{text!r} {n} times" for text, n in builder.controls.most_common(3))
+            dropped += f"; prompts write out control tokens, which are read as such: {texts}"
         text = (
             f"collected {len(collected.sampled)} tasks × {self._args.preference_num_candidates} candidates in {seconds:.0f} s"
             f" ({rate:.0f} tokens/s): {len(collected.pairs)} pairs, {collected.ties} ties, {collected.invalid} invalid scores,"
