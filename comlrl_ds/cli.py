@@ -17,7 +17,9 @@ from typing import Any
 from comlrl_ds import __version__
 from comlrl_ds.cluster import Cluster, join
 from comlrl_ds.cluster.watch import ClusterFailure
+from comlrl_ds.config.environment import TRACEBACK, switched_on
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.runs.failure import failure_line, write_traceback
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _ended(cluster, error, 2)
     except KeyboardInterrupt as error:
         return _ended(cluster, error, 130)
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # whatever it is, the user gets one line, and the traceback in a file
         return _ended(cluster, error, 1)
     return 0
 
@@ -57,7 +59,12 @@ def _ended(cluster: Cluster | None, error: BaseException, code: int) -> int:
         if not error.printed:
             print(f"comlrl-ds: {error}", file=sys.stderr)
         return error.code
-    if os.environ.get("COMLRL_DS_TRACEBACK"):
+    try:
+        shows_traceback = switched_on(TRACEBACK)
+    except ConfigError as wrong_switch:
+        print(f"comlrl-ds: {wrong_switch}", file=sys.stderr)
+        shows_traceback = False
+    if shows_traceback:
         traceback.print_exc()
     if isinstance(error, KeyboardInterrupt) and cluster and not cluster.is_main:
         return code  # a terminal interrupts all ranks; the main one says so
@@ -69,8 +76,9 @@ def _ended(cluster: Cluster | None, error: BaseException, code: int) -> int:
     elif isinstance(error, KeyboardInterrupt):
         print("comlrl-ds: interrupted", file=sys.stderr)
     else:
-        print(f"comlrl-ds: {type(error).__name__}: {error}", file=sys.stderr)
-        print("comlrl-ds: set COMLRL_DS_TRACEBACK=1 for the full traceback", file=sys.stderr)
+        file = write_traceback(error, cluster.run_dir if cluster else None)
+        seen = f"; the traceback is in {file}" if file else f"; set {TRACEBACK}=1 for the traceback"
+        print(f"comlrl-ds: {failure_line(error)}{seen}", file=sys.stderr)
     return code
 
 

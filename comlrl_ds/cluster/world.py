@@ -24,6 +24,7 @@ from comlrl_ds.cluster.layout import Layout, Slot
 from comlrl_ds.cluster.link import MainLink, Member, WorkerLink
 from comlrl_ds.cluster.progress import at_work
 from comlrl_ds.cluster.watch import ClusterFailure, end_process
+from comlrl_ds.config.environment import TRACEBACK, switched_on
 from comlrl_ds.config.errors import ConfigError, Problem
 
 
@@ -276,7 +277,7 @@ class Cluster:
         """Ends all ranks: the line goes to the main rank, the traceback to this rank's log."""
         assert self._worker
         text = traceback.format_exc()
-        if os.environ.get("COMLRL_DS_TRACEBACK") or self.run_dir is None:
+        if self.run_dir is None or switched_on(TRACEBACK):
             print(text, file=sys.stderr, flush=True)
         else:
             (self.run_dir / f"rank_{self.launch.rank}.log").write_text(text)

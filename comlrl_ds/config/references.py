@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem, nearest
+from comlrl_ds.config.user_code import raised
 
 
 def resolve(reference: str, path: str, base: Path) -> Any:
@@ -60,8 +61,8 @@ def _load_module(name: str, path: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(Problem(path, f"no module named {error.name!r}; is it installed, or on PYTHONPATH?")) from None
         raise ConfigError(Problem(path, f"importing {name!r} failed: {error}")) from error
-    except Exception as error:
-        raise ConfigError(Problem(path, f"importing {name!r} failed: {type(error).__name__}: {error}")) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(Problem(path, f"importing {name!r} failed: {raised(error)}")) from error
 
 
 def _load_file(name: str, path: str, base: Path) -> ModuleType:
@@ -79,9 +80,9 @@ def _load_file(name: str, path: str, base: Path) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[key]
-        raise ConfigError(Problem(path, f"running {str(file)!r} failed: {type(error).__name__}: {error}")) from error
+        raise ConfigError(Problem(path, f"running {str(file)!r} failed: {raised(error)}")) from error
     return module
 
 

@@ -144,7 +144,16 @@ def _with_team_size(args: dict[str, Any], agents: int) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-5 is a number, as in YAML 1.2 and JSON."""
+    """YAML in which 1e-5 is a number, as in YAML 1.2 and JSON, and a name stands once in a section."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:  # YAML readers take the last one without a word
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789"))
@@ -187,6 +196,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(Problem(str(file), f"cannot be read: {error.strerror}")) from None
     except UnicodeDecodeError as error:
         raise ConfigError(Problem(str(file), f"not YAML: {error}")) from None
+    except RecursionError:
+        raise ConfigError(Problem(str(file), "not YAML that can be read: it is nested too deeply")) from None
     except yaml.YAMLError as error:  # its own text would show the line, which may hold a key
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "cannot be parsed"
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -11,6 +11,7 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.references import references, resolve
 from comlrl_ds.config.run_file import TaskSection
+from comlrl_ds.config.user_code import UserCodeError, call_user
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ def load_task(task: TaskSection, base: Path) -> LoadedTask:
 
     def dataset(path: str) -> Any:
         value = read.get(path)
-        return as_sequence(value() if callable(value) else value, path)
+        try:
+            return as_sequence(call_user(value, what="dataset", where=path) if callable(value) else value, path)
+        except UserCodeError as error:
+            raise ConfigError(Problem("", str(error))) from error.__cause__
 
     formatters = read.get("task.formatters")
     if isinstance(task.formatters, list):
@@ -55,11 +59,29 @@ def load_task(task: TaskSection, base: Path) -> LoadedTask:
 
 
 def check_tasks(dataset: Sequence[Any], path: str) -> None:
-    """Raises ConfigError where a dataset has no task, or its tasks are no mappings."""
+    """Raises ConfigError where a dataset has no task, or its first task is no mapping."""
     if not len(dataset):
         raise ConfigError(Problem(path, "has no task"))
-    if not isinstance(dataset[0], Mapping):
-        raise ConfigError(Problem(path, f"tasks must be mappings, the first is {type(dataset[0]).__name__}"))
+    try:
+        task_at(dataset, 0)
+    except ConfigError as error:
+        raise error.under(path) from None
+
+
+def task_at(dataset: Sequence[Any], index: int) -> Mapping[str, Any]:
+    """One task of a dataset.
+
+    Raises:
+        ConfigError: the dataset raised an exception, or what it gave is no mapping.
+    """
+    where = f"task {index}"
+    try:
+        task = call_user(dataset.__getitem__, index, what="dataset's", where=where)
+    except UserCodeError as error:
+        raise ConfigError(Problem("", str(error))) from error.__cause__
+    if not isinstance(task, Mapping):
+        raise ConfigError(Problem("", f"tasks must be mappings such as {{'prompt': …}}, but {where} is {type(task).__name__}"))
+    return task
 
 
 def as_sequence(dataset: Any, path: str) -> Sequence[Any] | None:
@@ -68,4 +90,4 @@ def as_sequence(dataset: Any, path: str) -> Sequence[Any] | None:
         return dataset
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(Problem(path, f"gives {type(dataset).__name__}; it must give a sequence of mappings"))
-    return list(dataset)
+    return call_user(list, dataset, what="dataset's", where=path)

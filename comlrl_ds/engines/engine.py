@@ -21,6 +21,7 @@ from comlrl_ds.engines.scorer import Scorer, completion_logprobs, fit_engine, in
 from comlrl_ds.maths.advantages import importance_weights
 from comlrl_ds.maths.logprobs import parts_for, sum_by_side
 from comlrl_ds.maths.packing import Completions, Layout, PairTokens, pack, pack_sequences, row_length, share_out
+from comlrl_ds.runs.failure import writing
 
 
 @dataclass
@@ -232,7 +233,8 @@ class PolicyEngine(ZeroEngine):
                 owners = {id(p): n for n, p in lm.named_parameters()}
                 state |= {n: state[owners[id(p)]] for n, p in tied.items()}
             use_cache, lm.config.use_cache = lm.config.use_cache, True
-            lm.save_pretrained(folder, state_dict=state)
+            with writing(folder):
+                lm.save_pretrained(folder, state_dict=state)
             lm.config.use_cache = use_cache
             if head:
                 save_head(head, folder / VALUE_HEAD)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.rollout.adapters import PEFT_PREFIX, WEIGHTS_FILE
+from comlrl_ds.runs.failure import writing
 
 # The adapter that learns, and the one that it started from, where it is not zero.
 ADAPTER, START = "default", "start"
@@ -131,9 +132,10 @@ def save_adapter(config: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
     named = {PEFT_PREFIX + name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    with writing(folder):
+        config.save_pretrained(folder)
+        save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def _read(folder: str) -> dict[str, Tensor]:

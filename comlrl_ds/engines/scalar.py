@@ -18,6 +18,7 @@ from comlrl_ds.engines.loading import adapted_base, load_backbone
 from comlrl_ds.engines.lora import add_lora, save_adapter
 from comlrl_ds.maths.packing import share_out
 from comlrl_ds.rollout.adapters import is_adapter
+from comlrl_ds.runs.failure import writing
 
 
 class ScalarModel(nn.Module):
@@ -54,8 +55,9 @@ class ScalarModel(nn.Module):
 def save_scalar(model: ScalarModel, folder: Path, backbone: dict[str, Tensor], head: dict[str, Tensor]) -> None:
     """Writes a Hugging Face folder of the backbone, and its head beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.backbone.save_pretrained(folder, state_dict=backbone)
-    save_head(head, folder)
+    with writing(folder):
+        model.backbone.save_pretrained(folder, state_dict=backbone)
+        save_head(head, folder)
 
 
 class JointRewardModel(ScalarModel):

@@ -11,6 +11,7 @@ import torch
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.base import ZeroEngine
 from comlrl_ds.runs.checkpoints import Checkpoint, check_hashes, hashed
+from comlrl_ds.runs.failure import writing
 
 
 def save_state(engine: ZeroEngine, folder: str) -> dict[str, tuple[int, str]]:
@@ -20,10 +21,11 @@ def save_state(engine: ZeroEngine, folder: str) -> dict[str, tuple[int, str]]:
         size and hash of every file, by path relative to `folder`, for the lead; on disk when this returns.
     """
     # Own entries under one key: DeepSpeed puts a dozen of its own beside them.
-    engine.deepspeed.save_checkpoint(
-        folder, tag=engine.name, client_state={"comlrl_ds": {"version": engine.version}}, save_latest=False,
-        exclude_frozen_parameters=engine.learns_adapter,
-    )  # fmt: skip
+    with writing(Path(folder) / engine.name):
+        engine.deepspeed.save_checkpoint(
+            folder, tag=engine.name, client_state={"comlrl_ds": {"version": engine.version}}, save_latest=False,
+            exclude_frozen_parameters=engine.learns_adapter,
+        )  # fmt: skip
     tick()
     torch.distributed.barrier()
     files = hashed(Path(folder), engine.name) if engine.rank == 0 else {}

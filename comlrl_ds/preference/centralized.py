@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.user_code import UserCodeError, call_user
 from comlrl_ds.preference.prompts import PromptError
 
 _SETTING = "centralized_comparator_adapter"
@@ -115,9 +116,9 @@ def joint_prompt(
         PromptError: `build_prompt` raised, or returned anything but a string with something in it.
     """
     try:
-        prompt = adapter.build_prompt(item, agent_prompts)
-    except Exception as error:  # the user's code: whatever it raises, the task is named
-        raise PromptError(f"{where}: {_SETTING}.build_prompt raised {type(error).__name__}: {error}") from error
+        prompt = call_user(adapter.build_prompt, item, agent_prompts, what=f"{_SETTING}.build_prompt", where=where)
+    except UserCodeError as error:
+        raise PromptError(str(error)) from error.__cause__
     if not isinstance(prompt, str) or not prompt.strip():
         returned = "a blank string" if isinstance(prompt, str) else type(prompt).__name__
         raise PromptError(
@@ -138,15 +139,17 @@ def parse_joint(
         ConfigError: `parse_completion` raised anything else, or returned anything but `num_agents` strings.
     """
     try:
-        parsed = adapter.parse_completion(text, item, num_agents)
+        parsed = call_user(
+            adapter.parse_completion, text, item, num_agents, what=f"{_SETTING}.parse_completion", where=where,
+            passing=(CentralizedComparatorParseError,),
+        )  # fmt: skip
         # A string is a sequence of strings too: with as many letters as agents it would pass for their responses.
         responses = list(parsed) if isinstance(parsed, Sequence) and not isinstance(parsed, (str, bytes)) else None
     except CentralizedComparatorParseError:
         return None
-    except Exception as error:  # the user's code, as above
-        raise _parse_problem(
-            where, f"raised {type(error).__name__}: {error}; for a text without responses raise CentralizedComparatorParseError"
-        ) from error
+    except UserCodeError as error:
+        message = f"{error}; for a text without responses raise CentralizedComparatorParseError"
+        raise ConfigError(Problem(_SETTING, message)) from error.__cause__
     if responses is None:
         returned = type(parsed).__name__
     elif len(responses) != num_agents:

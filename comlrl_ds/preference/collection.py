@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.journal import Journal, Known
-from comlrl_ds.preference.oracle import INVALID, MISSING, Oracle, OracleError, Score
+from comlrl_ds.preference.oracle import INVALID, MISSING, Oracle, OracleError, OracleResultError, Score
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.teams import Read, Team
 from comlrl_ds.rollout.base import Completion, PolicyWeights, Request, RequestsRefused, RolloutError, Sampling
@@ -144,8 +144,8 @@ class JointSampler:
         """One joint response's score, an error as `oracle_on_error` says."""
         try:
             return self._oracle.score(joint.item, joint.index, joint.role_texts, texts)
-        except OracleError:
-            if self._on_error == "raise":
+        except OracleError as error:
+            if self._on_error == "raise" or isinstance(error, OracleResultError):
                 raise
             with self._counting:
                 self.oracle_errors += 1

@@ -14,6 +14,7 @@ from typing import Any
 from comlrl_ds.preference.api_formats import Answer
 from comlrl_ds.preference.oracle import Score
 from comlrl_ds.rollout.base import Completion
+from comlrl_ds.runs.failure import writing
 
 
 class JournalError(RuntimeError):
@@ -45,19 +46,20 @@ class Journal:
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(file)
-        self._lock = threading.Lock()
+        self._lock, self._path = threading.Lock(), file
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, kind: str, **fields: Any) -> None:
-        """One line, handed to the system at once: a killed process loses nothing."""
-        line = json.dumps({"kind": kind, **fields}, separators=(",", ":"), allow_nan=False) + "\n"
-        with self._lock:  # answers of an API come in a thread of their own
+        """One line, handed to the system at once: a killed process loses nothing. NaN and infinities become null."""
+        line = json.dumps({"kind": kind, **finite(fields)}, separators=(",", ":"), allow_nan=False) + "\n"
+        with self._lock, writing(self._path):  # answers of an API come in a thread of their own
             self._file.write(line)
             self._file.flush()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def __enter__(self) -> Journal:
         return self
@@ -89,7 +91,7 @@ def read_journal(file: Path) -> Known:
                 continue
             where = (entry["stream"], entry["round"], entry["item"])
             if entry["kind"] == "completion":
-                scores = tuple(entry.get("logprobs", ()))
+                scores = tuple(math.nan if x is None else x for x in entry.get("logprobs", ()))
                 completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"], scores)
                 known.completions[(*where, entry["agent"], entry["candidate"])] = (entry["seed"], completion)
             elif entry["kind"] == "score":
@@ -98,6 +100,15 @@ def read_journal(file: Path) -> Known:
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(f"{file}, line {number} cannot be read: {error}; give another run.dir to start anew") from None
     return known
+
+
+def finite(value: Any) -> Any:
+    """A value of JSON in which null stands for every NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _cut_torn_line(file: Path) -> None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.user_code import UserCodeError, call_user, described
 
 
 class OracleError(RuntimeError):
-    """The reward function failed; names the task."""
+    """The reward function failed; names the function, its file and the task."""
+
+
+class OracleResultError(OracleError):
+    """The reward function returned anything but one number for one joint response: a mistake in the function."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Oracle:
 
     The function gets n one-element lists, one per agent, in whichever form its signature asks for: n positional
     parameters (or varargs) take the n lists, n+1 take the prompts first, a single one takes a list of the n lists.
-    `batch_items=[item]` and `prompts=[…]` are passed to functions that name them or take any keyword. Of a returned
-    list or tensor the first value counts.
+    `batch_items=[item]` and `prompts=[…]` are passed to functions that name them or take any keyword. It returns one number,
+    or a list, an array or a tensor of one.
     """
 
     def __init__(
@@ -60,12 +67,16 @@ class Oracle:
         if self._form == "prompts":
             del available["prompts"]
         keywords = {name: value for name, value in available.items() if name in self._keywords}
+        where = f"task {index}"
         try:
-            raw = _first_number(self.reward_func(*args, **keywords))
-            value = raw if self.reward_processor is None else _first_number(self.reward_processor(raw))
-        except Exception as error:
-            raise OracleError(f"the reward function failed on task {index}: {type(error).__name__}: {error}") from error
-        return Score(raw, value)
+            returned = call_user(self.reward_func, *args, what="reward function", where=where, keywords=keywords)
+            raw = _one_number(returned, self.reward_func, "reward function", where)
+            if self.reward_processor is None:
+                return Score(raw, raw)
+            returned = call_user(self.reward_processor, raw, what="reward processor", where=where)
+            return Score(raw, _one_number(returned, self.reward_processor, "reward processor", where))
+        except UserCodeError as error:
+            raise OracleError(str(error)) from error.__cause__
 
 
 def _calling_form(function: Callable[..., Any], n: int) -> tuple[str, set[str]]:
@@ -101,15 +112,34 @@ def _calling_form(function: Callable[..., Any], n: int) -> tuple[str, set[str]]:
     )
 
 
-def _first_number(value: Any) -> float:
-    if hasattr(value, "detach"):
-        value = value.detach()
-    if hasattr(value, "reshape"):  # tensors and arrays
-        value = value.reshape(-1).tolist()
-    if isinstance(value, list | tuple):
-        if not value:
-            raise ValueError("returned an empty list instead of a score")
-        value = value[0]
-    if value is None:
-        raise ValueError("returned None instead of a score")
-    return float(value)
+def _one_number(returned: Any, function: Any, what: str, where: str) -> float:
+    """The one number in what a function returned for one joint response. NaN and infinities are numbers.
+
+    Raises:
+        OracleResultError: it is none, or there are more.
+    """
+    parts = returned if isinstance(returned, list | tuple) else [returned]
+    found = [number for part in parts for number in _elements(part)]
+    if len(found) == 1 and isinstance(found[0], numbers.Real | Decimal):
+        return _as_float(found[0])
+    shown = repr(returned)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    raise OracleResultError(
+        f"{where}: the {what} {described(function)} returned {type(returned).__name__} {shown} for one joint response;"
+        " return one number, or a list of one"
+    )
+
+
+def _elements(value: Any) -> list[Any]:
+    """The numbers of a tensor, an array or a scalar of theirs; anything else as it is."""
+    if not hasattr(value, "tolist"):
+        return [value]
+    listed = (value.detach() if hasattr(value, "detach") else value).reshape(-1).tolist()
+    return listed if isinstance(listed, list) else [listed]
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond every float
+        return math.inf if value > 0 else -math.inf

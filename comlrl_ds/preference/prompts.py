@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.task import task_at
+from comlrl_ds.config.user_code import UserCodeError, call_user
 from comlrl_ds.preference.tokenizing import PromptError, check_unicode, controls_in, open_ids, opening_ids
 
 Formatter = Callable[..., Any]
@@ -88,7 +90,7 @@ class PromptBuilder:
 
     def build(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None) -> list[JointPrompt]:
         """Prompts of the tasks at `indices` (default: all); tasks dropped as over-long are missing."""
-        built = (self._joint(k, items[k]) for k in (range(len(items)) if indices is None else indices))
+        built = (self._joint(k, task_at(items, k)) for k in (range(len(items)) if indices is None else indices))
         return [joint for joint in built if joint is not None]
 
     def _joint(self, index: int, item: Mapping[str, Any]) -> JointPrompt | None:
@@ -217,11 +219,10 @@ def _call(formatter: Formatter, item: Mapping[str, Any], where: str) -> Any:
     try:
         if formatter is default_formatter and "prompt" not in item:
             raise PromptError(f"{where}: the task has no 'prompt'; add one, or give formatters that build prompts")
-        return formatter(item, external_prompts=None) if takes_external else formatter(item)
-    except PromptError:
-        raise
-    except Exception as error:  # the user's code: whatever it raises, the task and the agent are named
-        raise PromptError(f"{where}: the formatter raised {type(error).__name__}: {error}") from error
+        more = {"external_prompts": None} if takes_external else {}
+        return call_user(formatter, item, what="formatter", where=where, keywords=more)
+    except UserCodeError as error:
+        raise PromptError(str(error)) from error.__cause__
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Mapping[str, str]], where: str = "prompt") -> Prompt:

@@ -176,7 +176,9 @@ def locate_ids(
                 values += [start, tokens, int(finish[k])]
                 if not records[number][name][i]:
                     sampled = np.frombuffer(data, "<i4", tokens, start).tolist()
-                    if tokenizers[i].decode(sampled, skip_special_tokens=True):
+                    if finish[k]:
+                        del sampled[-1]  # the stop token is in no text
+                    if sampled and tokenizers[i].decode(sampled, skip_special_tokens=True):
                         raise RoundFileError(records_file, f"is empty, but has {tokens} ids", number, f"{name}.{i}")
             entries[number, column : column + len(AGENT_COLUMNS)] = values
     return entries

@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from comlrl_ds.runs.failure import writing
+
 
 def write_atomically(file: Path, data: bytes) -> None:
     """A reader sees the old file or the whole new one, also after a crash."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, file)
+    try:
+        with writing(file):
+            with open(temporary, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk it would take the room that is left
+        raise
 
 
 def sync(path: Path) -> None:

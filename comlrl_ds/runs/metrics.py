@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from comlrl_ds.runs.failure import writing
+
 # name (i stands for an agent's index) → (unit, meaning)
 METRICS: dict[str, tuple[str, str]] = {
     "train/loss": ("nats", "MADPO loss of the step, mean over pairs"),
@@ -159,7 +161,7 @@ class Metrics:
         if self._file is not None:
             clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
             line = {"update": update, "env_step": env_step, "time": round(time.time(), 3), **clean}
-            with open(self._file, "a", encoding="utf-8") as f:
+            with writing(self._file), open(self._file, "a", encoding="utf-8") as f:
                 f.write(json.dumps(line, allow_nan=False) + "\n")
 
     def track(self, env_step: int, values: Mapping[str, float]) -> None:

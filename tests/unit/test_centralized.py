@@ -230,7 +230,9 @@ def test_a_prompt_that_is_none(result, shown):
 
 def test_an_adapter_that_raises_on_the_prompt():
     error = KeyError("title")
-    with pytest.raises(PromptError, match=r"^task 3: .*build_prompt raised KeyError: 'title'$") as caught:
+    with pytest.raises(
+        PromptError, match=r"^task 3: the centralized_comparator_adapter.build_prompt .*raised KeyError: 'title'"
+    ) as caught:
         joint_prompt(adapter(build=raising(error)), {}, ["a"], "task 3")
     assert caught.value.__cause__ is error
 
@@ -278,7 +280,8 @@ def test_an_adapter_that_raises_on_the_text(error):
     with pytest.raises(ConfigError) as caught:
         parse_joint(adapter(parse=raising(error)), "text", {}, 2, "task 3")
     assert caught.value.problems[0].path == "centralized_comparator_adapter"
-    assert f"task 3: parse_completion raised {type(error).__name__}: bad; " in str(caught.value)
+    assert "task 3: the centralized_comparator_adapter.parse_completion" in str(caught.value)
+    assert f"raised {type(error).__name__}: bad (" in str(caught.value)
     assert "raise CentralizedComparatorParseError" in str(caught.value)
     assert caught.value.__cause__ is error
 

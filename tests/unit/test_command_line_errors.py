@@ -103,7 +103,7 @@ def test_numbers_of_an_inline_deepspeed_section_are_numbers(tasks, model_folders
         ("task.reward_func=tasks.py:rewrd", "task.reward_func", "did you mean 'reward'?"),
         ("task.reward_func=tasks.py:one", "task.reward_func", "takes 5 positional arguments; for 2 agents write 2"),
         ("task.reward_func=tasks.py:train", "task.reward_func", "is not callable"),
-        ("task.dataset=os:sep", "task.dataset", "tasks must be mappings, the first is str"),
+        ("task.dataset=os:sep", "task.dataset", "but task 0 is str"),
         ("task.dataset=os:getpid", "task.dataset", "it must give a sequence of mappings"),
         ("task.formatters=[os.path:join]", "task.formatters", "1 formatters for 2 agents"),
         ("args.max_new_tokens=100000", "args.max_new_tokens", "leave no room for a prompt"),

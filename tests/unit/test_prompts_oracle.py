@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import json
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from comlrl_ds.config import ConfigError, MADPOConfig
-from comlrl_ds.preference.oracle import Oracle, OracleError
+from comlrl_ds.preference.oracle import Oracle, OracleError, OracleResultError
 from comlrl_ds.preference.prompts import PromptBuilder, PromptError, check_formatters, default_formatter, encode_prompt
 from comlrl_ds.trainers.preference import MADPOTrainer
 
@@ -206,8 +209,9 @@ def test_a_bound_method_and_a_callable_object():
 
 
 def test_a_function_without_a_readable_signature_gets_the_lists():
-    # max(["1"], ["2"]) is ["2"], and of a list the first value counts.
-    assert Oracle(max, 2).score(ITEM, 0, PROMPTS[:2], ["1", "2"]).raw == 2.0
+    # max(["1"], ["2"]) is ["2"], so the lists reached it.
+    with pytest.raises(OracleError, match=r"reward function max returned list \['2'\]"):
+        Oracle(max, 2).score(ITEM, 0, PROMPTS[:2], ["1", "2"])
 
 
 @pytest.mark.parametrize(
@@ -230,24 +234,84 @@ def test_a_signature_that_fits_no_form_is_refused_before_anything_runs(function,
         (3, 3.0),
         (0.25, 0.25),
         (True, 1.0),
-        ([0.5, 9.0], 0.5),
         ((0.5,), 0.5),
         (torch.tensor(0.5), 0.5),
-        (torch.tensor([0.5, 9.0]), 0.5),
-        (torch.tensor([[0.5], [9.0]]), 0.5),
+        (torch.tensor([[0.5]]), 0.5),
         (torch.tensor([0.5], requires_grad=True), 0.5),
         (torch.tensor([1], dtype=torch.int64), 1.0),
-        ([torch.tensor(0.5), 1], 0.5),
+        ([torch.tensor(0.5)], 0.5),
+        (np.array([0.5]), 0.5),
+        (Fraction(1, 2), 0.5),
+        (10**400, math.inf),
         (torch.tensor([0.5], dtype=torch.bfloat16), 0.5),
         (np.float32(0.5), 0.5),
     ],
     ids=str,
 )
-def test_the_first_value_counts(returned, value):
+def test_one_number_is_a_score(returned, value):
     assert Oracle(lambda a, b: returned, 2).score(ITEM, 0, PROMPTS[:2], TEXTS[:2]).value == value
 
 
-@pytest.mark.parametrize("returned", [None, [], torch.tensor([]), "high", object(), [None]], ids=str)
+def scored(a, b):
+    return RETURNED[0]
+
+
+RETURNED: list = [None]
+NO_SCORES = [
+    None, [], torch.tensor([]), "high", "0.5", object(), [None], [0.5, 9.0], torch.tensor([0.5, 9.0]), [[0.5]], [[]],
+    {"r": 1.0},
+    1j, b"1", [torch.tensor(0.5), 1], np.array(["a"]), {0.5}, lambda: 1.0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("returned", NO_SCORES, ids=str)
+def test_anything_but_one_number_names_function_file_and_task(returned, monkeypatch):
+    monkeypatch.setitem(globals(), "RETURNED", [returned])
+    line = scored.__code__.co_firstlineno
+    for on_error in ("function", "processor"):
+        what = r"task 7: the reward " + on_error
+        oracle = Oracle(scored, 2) if on_error == "function" else Oracle(lambda a, b: 1.0, 2, lambda raw: RETURNED[0])
+        place = rf"scored \(test_prompts_oracle.py, line {line}\)" if on_error == "function" else ".*lambda.*"
+        with pytest.raises(OracleResultError, match=rf"{what} {place} returned .* for one joint response; return one number"):
+            oracle.score(ITEM, 7, PROMPTS[:2], TEXTS[:2])
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=3)
+        | st.binary(max_size=2)
+        | st.complex_numbers(),
+        lambda inner: st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+        max_leaves=4,
+    )
+)
+def test_any_result_is_one_score_or_one_line(returned):
+    try:
+        score = Oracle(lambda a, b: returned, 2).score(ITEM, 7, PROMPTS[:2], TEXTS[:2])
+    except OracleResultError as error:
+        assert str(error).startswith("task 7: the reward function") and "\n" not in str(error)
+        flat = returned if isinstance(returned, list | tuple) else [returned]
+        assert len(flat) != 1 or not isinstance(flat[0], int | float)
+        return
+    (number,) = returned if isinstance(returned, list | tuple) else (returned,)
+    assert score.raw == float(number) or math.isnan(score.raw)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit("bye"), RecursionError(), MemoryError(), UnicodeError("x")])
+def test_whatever_a_function_raises_is_a_line(error):
+    def ends(a, b):
+        raise error
+
+    place = r"ends \(test_prompts_oracle.py, line \d+\)"
+    with pytest.raises(OracleError, match=rf"^task 7: the reward function .*{place} raised {type(error).__name__}"):
+        Oracle(ends, 2).score(ITEM, 7, PROMPTS[:2], TEXTS[:2])
+
+
+@pytest.mark.parametrize("returned", [[], "high"], ids=str)
 def test_what_is_no_score_is_refused_by_task(returned):
     with pytest.raises(OracleError, match="task 7"):
         Oracle(lambda a, b: returned, 2).score(ITEM, 7, PROMPTS[:2], TEXTS[:2])
@@ -261,7 +325,9 @@ def test_a_function_that_raises_is_called_once_and_the_task_is_named(error):
         calls.append(a)
         raise error("inside")
 
-    with pytest.raises(OracleError, match=f"task 7: {error.__name__}: .*inside") as caught:
+    with pytest.raises(
+        OracleError, match=f"task 7: the reward function .*broken .* raised {error.__name__}: .*inside"
+    ) as caught:
         Oracle(broken, 2).score(ITEM, 7, PROMPTS[:2], TEXTS[:2])
     assert len(calls) == 1
     assert isinstance(caught.value.__cause__, error)

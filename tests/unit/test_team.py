@@ -144,7 +144,7 @@ def basics(folders):
     ("changes", "parts"),
     [
         ({"train_dataset": []}, ["train_dataset: has no task"]),
-        ({"train_dataset": ["w3"]}, ["train_dataset: tasks must be mappings, the first is str"]),
+        ({"train_dataset": ["w3"]}, ["train_dataset: tasks must be mappings such as {'prompt': …}, but task 0 is str"]),
         ({"train_dataset": [{"prompt": 5}]}, ["train_dataset: task 0, agent 0: the formatter returned int"]),
         ({"eval_dataset": [{}], "formatters": lambda item: [{"role": "user", "content": "w3"}]}, ["no chat template"]),
         ({"eval_logger": print}, ["eval_logger and eval_aggregator go together"]),

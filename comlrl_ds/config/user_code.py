@@ -1,0 +1,59 @@
+"""The one way in which functions of the user's are called, and objects of theirs are described."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class UserCodeError(RuntimeError):
+    """A function of the user's raised an exception; names the function, its file, and where it was called."""
+
+
+def described(function: Any) -> str:
+    """A callable as its author knows it: its name, and the file and line that define it."""
+    inner = function
+    while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
+    code = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    name = getattr(code, "__qualname__", None) or type(inner).__name__
+    try:
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    except (TypeError, OSError):
+        return name
+    return f"{name} ({Path(file).name if file else '?'}, line {line})"
+
+
+def call_user(
+    function: Callable[..., Any], *args: Any, what: str, where: str, passing: tuple[type[BaseException], ...] = (),
+    keywords: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """What a function of the user's returns.
+
+    Args:
+        what: what it is, such as "reward function". where: what it was called for, such as "task 3".
+        keywords: further arguments, by name.
+        passing: exceptions that mean something to the caller, who gets them as they are.
+
+    Raises:
+        UserCodeError: it raised any other exception, or tried to end the program.
+    """
+    try:
+        return function(*args, **(keywords or {}))
+    except passing:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{where}: the {what} {described(function)} raised {raised(error)}") from error
+
+
+def raised(error: BaseException) -> str:
+    """An exception in one line: its type, its message, and the line of code where it came from."""
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((f for f in reversed(frames) if f.filename != __file__ and not f.filename.startswith("<")), None)
+    return f"{text} ({Path(last.filename).name}, line {last.lineno})" if last else text
