@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from comlrl_ds.maths.seeds import seed_of
+from comlrl_ds.preference.asked import identity_of, request_mark, score_mark
 from comlrl_ds.preference.journal import Journal, Known
 from comlrl_ds.preference.oracle import INVALID, MISSING, Oracle, OracleError, OracleResultError, Score
 from comlrl_ds.preference.prompts import JointPrompt
@@ -84,6 +85,11 @@ class JointSampler:
         oracle_on_error: "raise" ends the run; "invalid" counts the score as invalid.
         chunk_items: tasks in one submission; None: as many as make about 4096 requests.
         oracle_workers: tasks that are scored at a time.
+
+    Attributes:
+        function: who gives the scores.
+        not_reused: what an interrupted run left that something else was asked for: "completions", and scores by the name
+            of the function that gave them.
     """
 
     def __init__(
@@ -93,6 +99,8 @@ class JointSampler:
         self.pool, self.team, self._oracle, self._run_seed = pool, team, oracle, run_seed
         self._on_error, self._chunk_items, self.oracle_workers = oracle_on_error, chunk_items, oracle_workers
         self.oracle_errors = 0
+        self.function = identity_of(oracle)
+        self.not_reused: Counter[str] = Counter()
         self._counting = threading.Lock()
 
     def sample(
@@ -114,7 +122,7 @@ class JointSampler:
         Args:
             journal: gets every completion and score as it arrives.
             progress: told (tasks of one side scored, tokens sampled).
-            known: what an interrupted run sampled and scored; it is taken over where its seed is the same.
+            known: what an interrupted run sampled and scored; it is reused where the same would be asked for.
             answered: further responses that somebody else gives meanwhile, as texts; they are scored as the others.
             scored: whether the oracle is asked.
 
@@ -150,6 +158,11 @@ class JointSampler:
             with self._counting:
                 self.oracle_errors += 1
             return INVALID
+
+    def count_not_reused(self, function: str) -> None:
+        """Counts a score that another function gave."""
+        with self._counting:
+            self.not_reused[function] += 1
 
     def request(self, side: Side, joint: JointPrompt, round: int, writer: int, candidate: int) -> Request:
         """What one candidate of a task asks for, with a seed of its own."""
@@ -191,17 +204,21 @@ class _Walk:
             for j in range(side.candidates)
         ]
         requests = [self._sampler.request(side, item.joint, self._round, i, j) for side, item, i, j in keys]
+        marks = [
+            request_mark(request, self._sampling, side.policies[request.policy]) for (side, *_), request in zip(keys, requests)
+        ]
         missing = {id(item): side.candidates * side.team.size for side, part in zip(sides, parts) for item in part}
         policies = {name: weights for side in sides for name, weights in side.policies.items()}
-        left = [k for k, (key, request) in enumerate(zip(keys, requests)) if not self._take_known(key, request, missing)]
+        left = [k for k, key in enumerate(keys) if not self._take_known(key, requests[k], marks[k], missing)]
         for position, completion in self._sampled([requests[k] for k in left], policies, [keys[k] for k in left]):
             k = left[position]
             side, item, writer, candidate = keys[k]
             if self._journal:
                 self._journal.append(
                     "completion", stream=side.stream, round=self._round, item=item.joint.index, agent=writer,
-                    candidate=candidate, seed=requests[k].seed, ids=completion.ids, finish=completion.finish_reason,
-                    version=completion.version, **({"logprobs": completion.logprobs} if completion.logprobs else {}),
+                    candidate=candidate, seed=requests[k].seed, of=marks[k], ids=completion.ids,
+                    finish=completion.finish_reason, version=completion.version,
+                    **({"logprobs": completion.logprobs} if completion.logprobs else {}),
                 )  # fmt: skip
             self._place(keys[k], completion, missing)
             for job in [job for job in self._jobs if job.done()]:
@@ -223,13 +240,16 @@ class _Walk:
                 f" {requests[k].max_new_tokens} new ones): {reason}; all others are in the journal"
             ) from None
 
-    def _take_known(self, key: _Key, request: Request, missing: dict[int, int]) -> bool:
-        """Places what was sampled before with the same seed."""
+    def _take_known(self, key: _Key, request: Request, asked: str, missing: dict[int, int]) -> bool:
+        """Places what was sampled before for the same request."""
         side, item, writer, candidate = key
         found = self._known.completions.get((side.stream, self._round, item.joint.index, writer, candidate))
-        if found is None or found[0] != request.seed or (self._sampling.logprobs and not found[1].logprobs):
+        if found is None or (self._sampling.logprobs and not found[2].logprobs):
             return False
-        self._place(key, found[1], missing)
+        if found[:2] != (request.seed, asked):
+            self._sampler.not_reused["completions"] += 1
+            return False
+        self._place(key, found[2], missing)
         return True
 
     def _place(self, key: _Key, completion: Completion, missing: dict[int, int]) -> None:
@@ -268,7 +288,7 @@ class _Walk:
                 return
             if j in item.missing:
                 item.scores.append(MISSING)
-            elif (score := self._known.scores.get(self._score_key(item, j))) is not None:
+            elif (score := self._known_score(item, j)) is not None:
                 item.scores.append(score)
             else:
                 try:
@@ -276,6 +296,21 @@ class _Walk:
                 except OracleError:
                     self._failed = True
                     raise
+
+    def _known_score(self, item: SampledItem, candidate: int) -> Score | None:
+        """What the same function gave the same joint response before."""
+        found = self._known.scores.get(self._score_key(item, candidate))
+        if found is None:
+            return None
+        if found[:2] == (self._mark(item, candidate), self._sampler.function.mark):
+            return found[2]
+        if found[1] != self._sampler.function.mark:
+            self._sampler.count_not_reused(self._known.functions.get(found[1], "another reward function"))
+        return None
+
+    @staticmethod
+    def _mark(item: SampledItem, candidate: int) -> str:
+        return score_mark(item.joint, [row[candidate] for row in item.texts])
 
     def _take(self, job: Future[None]) -> None:
         job.result()
@@ -287,13 +322,19 @@ class _Walk:
     def _write(self, item: SampledItem) -> None:
         if not self._journal:
             return
+        function = self._sampler.function
         for j, score in enumerate(item.scores):
-            if score is MISSING or self._score_key(item, j) in self._known.scores:
+            asked = self._mark(item, j)
+            known = self._known.scores.get(self._score_key(item, j))
+            if score is MISSING or (known is not None and known[:2] == (asked, function.mark)):
                 continue
-            raw, value = (x if math.isfinite(x) else None for x in (score.raw, score.value))
+            if function.mark not in self._known.functions:
+                self._known.functions[function.mark] = function.name
+                self._journal.append("function", mark=function.mark, name=str(function))
             self._journal.append(
-                "score", stream=item.stream, round=self._round, item=item.joint.index, candidate=j, raw=raw, value=value
-            )
+                "score", stream=item.stream, round=self._round, item=item.joint.index, candidate=j, of=asked, by=function.mark,
+                raw=score.raw, value=score.value,
+            )  # fmt: skip
 
     def _score_key(self, item: SampledItem, candidate: int) -> tuple[str, int, int, int]:
         return item.stream, self._round, item.joint.index, candidate

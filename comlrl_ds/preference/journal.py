@@ -23,24 +23,34 @@ class JournalError(RuntimeError):
 
 @dataclass
 class Known:
-    """What a journal holds: completions with the seed that sampled them, by (stream, round, task, agent, candidate),
-    scores by (stream, round, task, candidate), a comparator's answers from an API by (round, task, agent, candidate), and
-    of each round that is complete and in its round file what was reported of it.
+    """What a journal holds, each with the mark of what was asked for (`comlrl_ds.preference.asked`).
+
+    Attributes:
+        completions: (seed, mark, completion) by (stream, round, task, agent, candidate).
+        scores: (mark, mark of the reward function, score) by (stream, round, task, candidate).
+        answers: (mark, answer) of a comparator behind an API by (round, task, agent, candidate).
+        functions: names of reward functions by their marks.
+        sealed: of each round that is complete and in its round file, what was reported of it.
+        asked: of each such round, what it was collected from.
     """
 
-    completions: dict[tuple[str, int, int, int, int], tuple[int, Completion]] = field(default_factory=dict)
-    scores: dict[tuple[str, int, int, int], Score] = field(default_factory=dict)
-    answers: dict[tuple[int, int, int, int], Answer] = field(default_factory=dict)
+    completions: dict[tuple[str, int, int, int, int], tuple[int, str, Completion]] = field(default_factory=dict)
+    scores: dict[tuple[str, int, int, int], tuple[str, str, Score]] = field(default_factory=dict)
+    answers: dict[tuple[int, int, int, int], tuple[str, Answer]] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
     sealed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    asked: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 class Journal:
     """Appends one JSON object per line; `sync` makes what was written survive a crash of the machine.
 
-    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "ids", "finish", "version"}, with
-    "logprobs" where they were asked for,
-    {"kind": "score", "stream", "round", "item", "candidate", "raw", "value"} (null where invalid),
-    {"kind": "answer", "round", "item", "agent", "candidate", "text", "finished"} and {"kind": "sealed", "round", "report"}.
+    Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "of", "ids", "finish", "version"},
+    with "logprobs" where they were asked for,
+    {"kind": "score", "stream", "round", "item", "candidate", "of", "by", "raw", "value"} (null where invalid),
+    {"kind": "function", "mark", "name"} of a reward function before its first score,
+    {"kind": "answer", "round", "item", "agent", "candidate", "of", "text", "finished"} and
+    {"kind": "sealed", "round", "report", "asked"}. "of" and "by" are marks of what was asked for, and of whom.
     """
 
     def __init__(self, file: Path) -> None:
@@ -84,19 +94,25 @@ def read_journal(file: Path) -> Known:
             entry = json.loads(line)
             if entry["kind"] == "sealed":
                 known.sealed[entry["round"]] = dict(entry["report"])
+                known.asked[entry["round"]] = dict(entry.get("asked") or {})
+                continue
+            if entry["kind"] == "function":
+                known.functions[entry["mark"]] = entry["name"]
                 continue
             if entry["kind"] == "answer":
                 answer = Answer(str(entry["text"]), bool(entry.get("finished", True)))
-                known.answers[entry["round"], entry["item"], entry["agent"], entry["candidate"]] = answer
+                where_asked = (entry["round"], entry["item"], entry["agent"], entry["candidate"])
+                known.answers[where_asked] = (entry.get("of", ""), answer)
                 continue
             where = (entry["stream"], entry["round"], entry["item"])
             if entry["kind"] == "completion":
                 scores = tuple(math.nan if x is None else x for x in entry.get("logprobs", ()))
                 completion = Completion(tuple(entry["ids"]), entry["finish"], entry["version"], scores)
-                known.completions[(*where, entry["agent"], entry["candidate"])] = (entry["seed"], completion)
+                found = (entry["seed"], entry.get("of", ""), completion)
+                known.completions[(*where, entry["agent"], entry["candidate"])] = found
             elif entry["kind"] == "score":
                 raw, value = (math.nan if entry[k] is None else float(entry[k]) for k in ("raw", "value"))
-                known.scores[(*where, entry["candidate"])] = Score(raw, value)
+                known.scores[(*where, entry["candidate"])] = (entry.get("of", ""), entry.get("by", ""), Score(raw, value))
         except (ValueError, KeyError, TypeError) as error:
             raise JournalError(f"{file}, line {number} cannot be read: {error}; give another run.dir to start anew") from None
     return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from comlrl_ds.maths.seeds import generator_of
@@ -26,6 +26,7 @@ class Collected:
         ties: comparisons of equal score. invalid: NaN or infinite scores. scores: all that the oracle gave.
         compared: comparisons of an iterative round with two finite scores. wins: those that the team won.
         missing: comparisons without an answer of one side.
+        without_gradient: selected pairs that were dropped, since no policy could learn anything from them.
     """
 
     pairs: list[PreferencePair]
@@ -36,6 +37,7 @@ class Collected:
     compared: int = 0
     wins: int = 0
     missing: int = 0
+    without_gradient: int = 0
 
     @property
     def score_mean(self) -> float:
@@ -51,6 +53,12 @@ def mean_score(items: Sequence[SampledItem]) -> float:
     """Mean of the finite scores; NaN without any."""
     finite = [s.value for item in items for s in item.scores if s.valid]
     return math.fsum(finite) / len(finite) if finite else math.nan
+
+
+def with_gradient(collected: Collected, teaches: Callable[[PreferencePair], bool]) -> Collected:
+    """Without the pairs from which nothing can be learned, such as two responses that differ in no scored token."""
+    kept = [pair for pair in collected.pairs if teaches(pair)]
+    return replace(collected, pairs=kept, without_gradient=len(collected.pairs) - len(kept))
 
 
 def pairs_from(

@@ -40,6 +40,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "collect/truncated_prompts": ("count", "over-long prompts cut on the left"),
     "collect/winner_tokens/agent_i": ("tokens", "mean length of winning completions"),
     "collect/loser_tokens/agent_i": ("tokens", "mean length of losing completions"),
+    "collect/pairs_without_gradient": ("count", "selected pairs dropped because winner and loser differ in nothing scored"),
     "collect/control_tokens": ("count", "control tokens that tasks and formatters wrote out in prompts"),
     "collect/seconds": ("s", "wall time of the collection"),
     "rollout/tokens_per_s": ("tokens/s", "sampled tokens of all engines per second of generation"),

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.learners.madpo import MadpoLearner, NonFiniteError
 from comlrl_ds.maths.seeds import generator_of
-from comlrl_ds.preference.collection import TARGET
-from comlrl_ds.preference.journal import Journal, Known, read_journal
-from comlrl_ds.preference.pairs import Collected, pairs_from
+from comlrl_ds.preference.asked import identity_of, mark
+from comlrl_ds.preference.collection import TARGET, JointSampler
+from comlrl_ds.preference.journal import Journal, Known, finite, read_journal
+from comlrl_ds.preference.pairs import Collected, pairs_from, with_gradient
 from comlrl_ds.preference.prompts import JointPrompt
 from comlrl_ds.preference.records import PreferencePair, write_round
 from comlrl_ds.preference.round_files import RoundFolder
@@ -60,6 +61,8 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
             self.display.say(f"this run is complete; its results are in {self.run_dir.path}")
             return
         progress = self.progress = self._go_on()
+        for round in range(1, progress.round):  # replay and rewards mix them with what follows
+            self._check_asked(read_journal(self.run_dir.journal(round)), round, sampling)
         pairs: list[PreferencePair] = []
         while progress.round <= self.rounds:
             selected = self._select(self._pairs_of(progress, sampling), progress)
@@ -91,6 +94,8 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
                 bar.advance(items, f"{rate:.0f} tokens/s")
 
             collected, more = self._compare(sampler, prompts, sampling, round, journal, progress, known)
+            collected = with_gradient(collected, self._teaches)
+            self._tell_not_reused(sampler)
             tokenizers = self.setup.team.tokenizers
             write_round(self.replay_folder, round, collected.pairs, collected.sampled, tokenizers)
             self.round_folder.make_index(round)
@@ -99,7 +104,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
             report = self.reporter.collection_report(collected, builder, sampler.oracle_errors, seconds, rate)
             report["values"] |= {k: v if math.isfinite(v) else None for k, v in more.items()}
             report["text"] += self._of_comparison(report["values"])
-            journal.append("sealed", round=round, report=report)
+            journal.append("sealed", round=round, report=report, asked=self._asked(prompts, sampling))
         self._report = report
         return collected
 
@@ -119,6 +124,46 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         )  # fmt: skip
         return collected, {}
 
+    def _teaches(self, pair: PreferencePair) -> bool:
+        """Whether a pair has a gradient: winner and loser of some learning agent differ in the tokens that are scored."""
+        end = None if self.args.scores_last_token else -1
+        learning = (i for i in range(self.args.num_actors) if self.args.learns(i))
+        return any(pair.tokens[i].winner[:end] != pair.tokens[i].loser[:end] for i in learning)
+
+    def _asked(self, prompts: Sequence[JointPrompt], sampling: Sampling) -> dict[str, Any]:
+        """What a round is collected from, so that a resumed run can tell whether it would be collected in the same way."""
+        tasks = [[j.index, j.item, [p.ids for p in j.prompts]] for j in prompts]
+        function = identity_of(self.setup.oracle)
+        return {"tasks": mark(tasks), "sampling": finite(sampling.as_dict()), "reward function": str(function)}
+
+    def _check_asked(self, known: Known, round: int, sampling: Sampling) -> None:
+        """Raises ConfigError where a finished round on disk was collected in another way than it would be now."""
+        before = known.asked.get(round)
+        if not before:
+            return
+        now = self._asked(self.setup.prompt_builder().build(self.train_dataset), sampling)
+        problems = [
+            Problem(
+                "run.dir",
+                f"round {round} in {str(self.run_dir.path)!r} was collected with other {name}"
+                + ("" if name == "tasks" else f" ({before.get(name)}; now {now[name]})")
+                + "; set that back, or give another run.dir",
+            )
+            for name in now
+            if before.get(name) != now[name]
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def _tell_not_reused(self, sampler: JointSampler) -> None:
+        for what, count in sampler.not_reused.items():
+            if what == "completions":
+                why = "prompts, limits, sampling or weights have changed"
+                text = f"{count} completions of the interrupted run are sampled anew: {why}"
+            else:
+                text = f"{count} scores by {what} are not reused: the reward function is {sampler.function} now"
+            self.display.say(text)
+
     _sides = 1
 
     def _of_comparison(self, values: dict[str, Any]) -> str:
@@ -130,6 +175,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         round = progress.round
         known = read_journal(self.run_dir.journal(round))
         if round in known.sealed:
+            self._check_asked(known, round, sampling)
             pairs, report = self.round_folder.sampled(round), known.sealed[round]
         else:
             pairs = self.collect_preferences(sampling, round, known).pairs

@@ -99,6 +99,10 @@ class RewardAndPolicyLearning(Base):
         self._total_updates = total
         super()._start_schedules(total)
 
+    def _teaches(self, pair: PreferencePair) -> bool:
+        """A reward model reads texts, of which at least one has to differ."""
+        return pair.winner_completions != pair.loser_completions
+
     def _rewards(self) -> RewardLearner:
         return RewardLearner(self._reward_source, self.args, self.session, self.reporter, self.seed)
 

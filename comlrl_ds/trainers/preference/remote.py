@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from comlrl_ds.config.api_settings import APISettings
 from comlrl_ds.preference.api_comparator import APIAnswer, APIComparator, APICounters, Asking
 from comlrl_ds.preference.api_formats import Answer, APIRequest
+from comlrl_ds.preference.asked import mark
 from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.journal import Journal, Known
 from comlrl_ds.preference.prompts import JointPrompt
@@ -38,12 +40,24 @@ def ask_api(
     """Asks for every task; answers that the journal has are not asked for again."""
     requests = comparator.requests(joints)
 
-    def keep(round: int, item: int, agent: int, candidate: int, answer: Answer) -> None:
-        journal.append("answer", round=round, item=item, agent=agent, candidate=candidate, **answer._asdict())
+    settings = comparator.args.api
+    asked = {(r.index, r.agent): _mark(settings, sampling, r) for r in requests}
 
-    with APIComparator(comparator.args.api, sampling, keep) as api:
-        asking = api.ask(requests, round=round, known=known.answers)
+    def keep(round: int, item: int, agent: int, candidate: int, answer: Answer) -> None:
+        of = asked[item, agent]
+        journal.append("answer", round=round, item=item, agent=agent, candidate=candidate, of=of, **answer._asdict())
+
+    same = {place: answer for place, (of, answer) in known.answers.items() if of == asked.get((place[1], place[2]))}
+    with APIComparator(settings, sampling, keep) as api:
+        asking = api.ask(requests, round=round, known=same)
         yield Asked(_by_task(comparator, joints, requests, asking), api.counters)
+
+
+def _mark(settings: APISettings, sampling: Sampling, request: APIRequest) -> str:
+    """Of an answer: where it is asked for, of which model, and everything that is sent but the key."""
+    where = [settings.format, settings.place, settings.model, settings.extra_body, settings.item_fields]
+    item = request.item if settings.format == "generic" else None
+    return mark(where, sampling.as_dict(), request.prompt, request.max_new_tokens, item)
 
 
 def _by_task(

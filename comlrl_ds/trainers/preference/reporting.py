@@ -67,7 +67,8 @@ class Reporter:
             {"values": metrics, "text": a line}, plain types.
         """
         values: dict[str, float] = {
-            "collect/pairs": len(collected.pairs), "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
+            "collect/pairs": len(collected.pairs), "collect/pairs_without_gradient": collected.without_gradient,
+            "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
             "collect/oracle_errors": oracle_errors, "collect/reward_mean": collected.score_mean,
             "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": builder.dropped,
             "collect/truncated_prompts": builder.truncated, "collect/control_tokens": builder.controls.total(),
@@ -76,6 +77,8 @@ class Reporter:
         for side in ("winner", "loser"):
             values |= {agent_metric(f"collect/{side}_tokens", i): n for i, n in enumerate(collected.lengths(side))}
         dropped = f", {builder.dropped} tasks dropped as over-long" if builder.dropped else ""
+        if collected.without_gradient:
+            dropped += f", {collected.without_gradient} pairs dropped that differ in no scored token"
         if builder.controls:
             texts = ", ".join(f"{text!r} {n} times" for text, n in builder.controls.most_common(3))
             dropped += f"; prompts write out control tokens, which are read as such: {texts}"

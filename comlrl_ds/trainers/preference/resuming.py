@@ -101,6 +101,11 @@ class ResumableTrainer(Base):
         checkpoint, skipped = find_checkpoint(store, self._resume)
         for line in skipped:
             self.display.say(f"skipped: {line}")
+        if checkpoint is None and skipped:
+            raise ConfigError(
+                Problem("--resume", f"no checkpoint can be used: {line}; --resume never in another run.dir starts anew")
+                for line in skipped
+            )
         session, reporter = self.session, self.reporter
         if checkpoint is None:
             reporter.restore(None)
