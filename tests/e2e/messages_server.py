@@ -7,7 +7,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-WORDS = ["a tide", "bread and water", "an old banana", "salt", "a lamp", "bees"]
+WORDS = ["a tide", "bread", "an ox", "salt", "a lamp", "bees"]
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def messages_server():
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             requests.append({"headers": dict(self.headers), "body": body})
             text = WORDS[len(requests) % len(WORDS)]
-            blocks = [{"type": "text", "text": text}, {"type": "text", "text": " again"}]
+            blocks = [{"type": "text", "text": text}, {"type": "text", "text": "!"}]
             answer = json.dumps({"content": blocks}).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))

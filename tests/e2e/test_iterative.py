@@ -112,7 +112,7 @@ def test_the_api_is_asked_once_for_each_answer_and_its_key_is_in_no_file(walked)
     for number in range(1, ROUNDS + 1):
         pairs = json.loads((folder / "iter_api/preference_replay" / f"iteration_{number:04d}.json").read_text())["pairs"]
         sides = [p["winner_completions"] + p["loser_completions"] for p in pairs]
-        assert all(any(text.endswith(" again") for text in texts) for texts in sides)  # all text blocks (F7)
+        assert all(any(text.endswith("!") for text in texts) for texts in sides)  # all text blocks (F7)
 
 
 def test_each_round_of_marlhf_fits_a_new_reward_model(walked):
