@@ -11,6 +11,7 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.references import is_path
 from comlrl_ds.rollout.adapters import CONFIG_FILE, base_of
+from comlrl_ds.rollout.disk import check_loading, weight_files
 
 
 def local_folder(source: str, path: str) -> str:
@@ -23,8 +24,8 @@ def local_folder(source: str, path: str) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(Problem(path, f"{source!r} has no config.json; give a folder in Hugging Face layout"))
-        if not list(folder.glob("*.safetensors")):
-            raise ConfigError(Problem(path, f"{source!r} has no *.safetensors file; save the model with save_pretrained"))
+        if not weight_files(folder):
+            raise ConfigError(Problem(path, f"{source!r} holds no weights; save the model there with save_pretrained"))
         return str(folder.resolve())
     if is_path(source):
         raise ConfigError(Problem(path, f"no folder {source!r}"))
@@ -115,7 +116,10 @@ def _load(kind: Any, source: str, dtype: str, attention: str | None, dropout: bo
 
     logging.disable_progress_bar()
     with _partitioned(source, zero3_config):
-        model = kind.from_pretrained(source, dtype=getattr(torch, dtype), attn_implementation=attention)
+        model, said = kind.from_pretrained(
+            source, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+        )
+    check_loading(source, said)
     model.config.use_cache = False
     if not dropout:
         for module in model.modules():

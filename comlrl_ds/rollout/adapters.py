@@ -5,7 +5,7 @@ the engine adds scaling · B A to the base, which it has, so a sync carries the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +83,13 @@ def scaling_of(config: Any, layer: str, rank: int) -> float:
     return alpha / (rank**0.5 if config.use_rslora else rank)
 
 
-def merged(base: str, adapter: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def merged(
+    base: str, adapter: Mapping[str, Tensor], dtype: torch.dtype, tensors: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the whole model with the adapter in it; sums are made in fp32.
+
+    Args:
+        tensors: of the base, where they are to have other names than those of the loaded model.
 
     Raises:
         ValueError: no such base here, or one that lacks a layer of the adapter.
@@ -92,7 +97,7 @@ def merged(base: str, adapter: Mapping[str, Tensor], dtype: torch.dtype) -> Iter
     if not (Path(base) / "config.json").is_file():
         raise ValueError(f"the base of the adapter, {base!r}, is not on this machine")
     left = layers_of(adapter)
-    for name, tensor in tensors_on_disk(base):
+    for name, tensor in tensors_on_disk(base) if tensors is None else tensors:
         if (found := left.pop(name.removesuffix(".weight"), None)) is not None:
             a, b = found
             tensor = tensor.float() + b @ a

@@ -16,7 +16,7 @@ from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.adapters import PEFT_PREFIX, WEIGHTS_FILE, is_adapter, merged, wire
-from comlrl_ds.rollout.disk import mark_of
+from comlrl_ds.rollout.disk import mark_of, tensors_in_files, weight_files
 from comlrl_ds.runs.checkpoints import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
 from comlrl_ds.runs.files import sync
 from comlrl_ds.runs.run_dir import RunDir
@@ -27,7 +27,6 @@ from comlrl_ds.trainers.model_folder import (
     in_dtype,
     layout_of,
     place_of,
-    weight_files,
     write_configs,
     write_weights,
 )
@@ -252,7 +251,7 @@ def _adapter(section: Mapping[str, Any], agent: int, source: _Source, merge: boo
             shape = (b.shape[0], a.shape[1])
             place = place_of(f"{x.name}.weight", shape[::-1] if x.transposed else shape, layout, base).removesuffix(".weight")
             sent |= dict(wire(place, a, b, x.scaling, x.transposed))
-        count = write_weights(folder, layout, (x for x in merged(str(base), sent, dtype) if x[0] in layout))
+        count = write_weights(folder, layout, merged(str(base), sent, dtype, tensors_in_files(str(base))))
         write_configs(base, folder, dtype)
         check_loads(folder)
         return count

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.rollout.disk import INDEX, weight_files
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-INDEX = "model.safetensors.index.json"
 
 
 class OnDisk:
@@ -36,14 +35,6 @@ class Entry:
 
     file: str
     shape: tuple[int, ...]
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads a model from; others, a value head's for one, may stand beside them."""
-    if (folder / INDEX).is_file():
-        return [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
-    one = folder / "model.safetensors"
-    return [one] if one.is_file() else sorted(folder.glob("model*.safetensors"))
 
 
 def layout_of(base: Path) -> dict[str, Entry]:
