@@ -330,7 +330,7 @@ class _Walk:
                 continue
             if function.mark not in self._known.functions:
                 self._known.functions[function.mark] = function.name
-                self._journal.append("function", mark=function.mark, name=str(function))
+                self._journal.append("function", round=self._round, mark=function.mark, name=str(function))
             self._journal.append(
                 "score", stream=item.stream, round=self._round, item=item.joint.index, candidate=j, of=asked, by=function.mark,
                 raw=score.raw, value=score.value,

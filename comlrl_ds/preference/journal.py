@@ -48,7 +48,7 @@ class Journal:
     Lines: {"kind": "completion", "stream", "round", "item", "agent", "candidate", "seed", "of", "ids", "finish", "version"},
     with "logprobs" where they were asked for,
     {"kind": "score", "stream", "round", "item", "candidate", "of", "by", "raw", "value"} (null where invalid),
-    {"kind": "function", "mark", "name"} of a reward function before its first score,
+    {"kind": "function", "round", "mark", "name"} of a reward function before its first score,
     {"kind": "answer", "round", "item", "agent", "candidate", "of", "text", "finished"} and
     {"kind": "sealed", "round", "report", "asked"}. "of" and "by" are marks of what was asked for, and of whom.
     """

@@ -172,5 +172,6 @@ def test_an_error_in_the_users_code_ends_all_ranks_with_its_line(tmp_path, tiny_
     done = launched(2, "--module", "comlrl_ds", *words, root=root, cwd=tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("comlrl-ds:")]
-    assert "failed on task 1: KeyError: 'no score for it'" in lines[0] and "Traceback" not in done.stderr
+    assert "task 1: the reward function fails_on_lighthouse" in lines[0] and "raised KeyError: 'no score for it'" in lines[0]
+    assert "Traceback" not in done.stderr
     assert len(lines) == 2 and "COMLRL_DS_TRACEBACK" in lines[1]

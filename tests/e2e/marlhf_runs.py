@@ -68,6 +68,11 @@ def ids_of(content: str) -> list[int]:
     return tiny_tokenizer()(content)["input_ids"]
 
 
+def literal_ids(content: str) -> list[int]:
+    """Token ids of a joint text, in which the texts of control tokens are no control tokens."""
+    return tiny_tokenizer()(content, split_special_tokens=True)["input_ids"]
+
+
 def plain(folder: Path) -> Any:
     """A saved policy in transformers alone."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

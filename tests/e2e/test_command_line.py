@@ -183,7 +183,9 @@ def test_an_oracle_that_raises_is_named_and_its_scores_are_kept(tiny_model, tmp_
     file = run_file(tmp_path, tiny_model)
     done = run("train", str(file), "task.reward_func=tasks_for_tests:fails_on_lighthouse", cwd=tmp_path)
     assert done.returncode == 1
-    assert "failed on task 1: KeyError: 'no score for it'" in done.stderr
+    assert (
+        "task 1: the reward function fails_on_lighthouse" in done.stderr and "raised KeyError: 'no score for it'" in done.stderr
+    )
     journal = [json.loads(x) for x in (tmp_path / "run/preference_replay/journal_0001.jsonl").read_text().splitlines()]
     # Its prompts are the longest, so it is sampled and scored last: everything else is on disk.
     assert sum(x["kind"] == "completion" for x in journal) == 8 * 2 * 4

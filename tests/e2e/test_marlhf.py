@@ -8,7 +8,7 @@ from pathlib import Path
 import marlhf_runs
 import pytest
 import torch
-from marlhf_runs import rows
+from marlhf_runs import literal_ids, rows
 from tasks_for_tests import items, letters, text
 from tiny import tiny_lm, tiny_tokenizer
 
@@ -62,13 +62,12 @@ def test_the_saved_reward_model_orders_the_pairs_as_it_said(trained):
     """Loaded in plain torch, one text at a time; a language model without a head is refused."""
     run = trained / "magrpo"
     model = JointRewardModel.from_pretrained(str(run / "final/reward_model")).eval()
-    tokenizer = tiny_tokenizer()
     pairs = json.loads((run / "preference_replay/iteration_0001.json").read_text())["pairs"]
 
     @torch.no_grad()
     def score(prompts, responses):
-        ids = tokenizer(reward_text(prompts, responses), return_tensors="pt")["input_ids"]
-        hidden = model.backbone(input_ids=ids)[0][0, -1]
+        ids = literal_ids(reward_text(prompts, responses))
+        hidden = model.backbone(input_ids=torch.tensor([ids]))[0][0, -1]
         return float(model.head(hidden))
 
     margins: dict[str, list[float]] = {}

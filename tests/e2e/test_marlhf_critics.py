@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from marlhf_runs import ids_of, rows, scalar, trainer
+from marlhf_runs import ids_of, literal_ids, rows, scalar, trainer
 from safetensors.torch import load_file
 from tasks_for_tests import items, text
 
@@ -43,7 +43,7 @@ def test_the_hidden_layer_reaches_the_critics_and_what_is_saved_says_the_same(tm
                 assert (folder / name / "tokenizer.json").exists()
     assert len({tuple(v) for v in live.values()}) == len(critics)  # each has weights of its own
     # The reward model of final/ gives every reward that was learned from.
-    joint = [ids_of(reward_text([text(s["item"])] * 2, s["completions"])) for s in seen]
+    joint = [literal_ids(reward_text([text(s["item"])] * 2, s["completions"])) for s in seen]
     assert len(joint) == 10 and scalar(run / "final/reward_model", joint) == pytest.approx(
         [s["reward"] for s in seen], abs=1e-4
     )

@@ -87,7 +87,7 @@ def test_changed_content_of_the_same_size_shows_in_the_hash(store):
 
 
 # --- the journal
-COMPLETION = {"stream": "target", "round": 1, "item": 4, "agent": 0, "candidate": 2, "seed": 7, "ids": [3, 5], "finish": "stop",
+COMPLETION = {"stream": "target", "round": 1, "item": 4, "agent": 0, "candidate": 2, "seed": 7, "of": "m", "ids": [3, 5], "finish": "stop",
               "version": "v"}  # fmt: skip
 
 
@@ -97,14 +97,15 @@ def test_what_was_journaled_comes_back(tmp_path):
     with Journal(file) as journal:
         journal.append("completion", **COMPLETION)
         journal.append("completion", **(COMPLETION | {"stream": "policy.0", "logprobs": (-0.1, -2.3000000000000003)}))
-        journal.append("score", stream="target", round=1, item=4, candidate=2, raw=0.1, value=-3.5)
+        journal.append("score", stream="target", round=1, item=4, candidate=2, of="j", by="f", raw=0.1, value=-3.5)
         journal.append("score", stream="target", round=1, item=4, candidate=3, raw=0.1, value=None)
     known = read_journal(file)
-    seed, completion = known.completions["target", 1, 4, 0, 2]
-    assert seed == 7 and (completion.ids, completion.finish_reason, completion.version) == ((3, 5), "stop", "v")
+    seed, mark, completion = known.completions["target", 1, 4, 0, 2]
+    assert (seed, mark) == (7, "m") and (completion.ids, completion.finish_reason, completion.version) == ((3, 5), "stop", "v")
     assert completion.logprobs == ()
-    assert known.completions["policy.0", 1, 4, 0, 2][1].logprobs == (-0.1, -2.3000000000000003)
-    score, invalid = known.scores["target", 1, 4, 2], known.scores["target", 1, 4, 3]
+    assert known.completions["policy.0", 1, 4, 0, 2][2].logprobs == (-0.1, -2.3000000000000003)
+    (of, by, score), (*_, invalid) = known.scores["target", 1, 4, 2], known.scores["target", 1, 4, 3]
+    assert (of, by) == ("j", "f")
     assert (score.raw, score.value) == (0.1, -3.5) and score.valid
     assert invalid.raw == 0.1 and math.isnan(invalid.value) and not invalid.valid
 
