@@ -87,8 +87,10 @@ def test_changed_content_of_the_same_size_shows_in_the_hash(store):
 
 
 # --- the journal
-COMPLETION = {"stream": "target", "round": 1, "item": 4, "agent": 0, "candidate": 2, "seed": 7, "of": "m", "ids": [3, 5], "finish": "stop",
-              "version": "v"}  # fmt: skip
+COMPLETION = {
+    "stream": "target", "round": 1, "item": 4, "agent": 0, "candidate": 2, "seed": 7, "of": "m", "ids": [3, 5],
+    "finish": "stop", "version": "v",
+}  # fmt: skip
 
 
 def test_what_was_journaled_comes_back(tmp_path):
