@@ -57,7 +57,7 @@ def test_model_folders(tmp_path, model_folders):
     assert local_folder(model_folders[0], "x") == model_folders[0]
     refused(lambda: local_folder(str(tmp_path), "agents.0.model"), "agents.0.model: ", "has no config.json")
     (tmp_path / "config.json").write_text("{}")
-    refused(lambda: local_folder(str(tmp_path), "agents.0.model"), "has no *.safetensors file")
+    refused(lambda: local_folder(str(tmp_path), "agents.0.model"), "holds no weights")
     for absent in ("/no/such", "./no", "~/no/such", "a/b/c"):
         refused(lambda absent=absent: local_folder(absent, "agents.1.model"), f"agents.1.model: no folder {absent!r}")
     (tmp_path / "config.json").unlink()
