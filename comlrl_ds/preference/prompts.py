@@ -74,30 +74,50 @@ class PromptBuilder:
         limits: longest prompt of each agent in tokens; what is longer is treated as `overlong` says.
         overlong: "error" | "drop" | "truncate_left".
         more: what to do for longer prompts of each agent, for the error.
+        writers: what each of them is called in errors; None: agent 0, agent 1 …
 
-    Attributes:
+    Attributes (of the last `build`):
+        dropped, truncated: over-long prompts of either kind, as "task 3, agent 1".
         controls: how often tasks and formatters wrote out the text of each control token, which is read as that token.
     """
 
     def __init__(
         self, tokenizers: Sequence[Any], formatters: Sequence[Formatter], limits: Sequence[int], overlong: str = "error",
-        more: Sequence[str] | None = None,
+        more: Sequence[str] | None = None, writers: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.tokenizers, self.formatters, self.limits, self.overlong = tokenizers, formatters, limits, overlong
         self._more = more or ["raise rollout.max_model_len"] * len(limits)
-        self.dropped = self.truncated = 0
+        self._writers = writers or [f"agent {i}" for i in range(len(limits))]
+        self.dropped: list[str] = []
+        self.truncated: list[str] = []
         self.controls: Counter[str] = Counter()
 
     def build(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None) -> list[JointPrompt]:
         """Prompts of the tasks at `indices` (default: all); tasks dropped as over-long are missing."""
+        self.dropped, self.truncated, self.controls = [], [], Counter()
         built = (self._joint(k, task_at(items, k)) for k in (range(len(items)) if indices is None else indices))
         return [joint for joint in built if joint is not None]
+
+    def build_some(self, items: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None) -> list[JointPrompt]:
+        """The same; at least one.
+
+        Raises:
+            PromptError: there are tasks, and each was dropped.
+        """
+        built = self.build(items, indices)
+        if self.dropped and not built:
+            raise PromptError(
+                f"none of the {len(self.dropped)} tasks is left: each has a prompt that is too long ({named(self.dropped, 3)}),"
+                f" and overlong_prompt is drop; {self._more[0]}, or lower max_new_tokens"
+            )
+        return built
 
     def _joint(self, index: int, item: Mapping[str, Any]) -> JointPrompt | None:
         prompts: list[Prompt] = []
         for agent, (tokenizer, formatter, limit) in enumerate(zip(self.tokenizers, self.formatters, self.limits)):
             where = f"task {index}, agent {agent}"
-            prompt = self._fitted(tokenizer, formatted(formatter, item, where), limit, where, self._more[agent])
+            content = formatted(formatter, item, where)
+            prompt = self._fitted(tokenizer, content, limit, f"task {index}, {self._writers[agent]}", self._more[agent])
             if prompt is None:
                 return None
             prompts.append(prompt)
@@ -117,10 +137,15 @@ class PromptBuilder:
                 f" {more}, lower max_new_tokens, or set overlong_prompt to drop or truncate_left"
             )
         if self.overlong == "drop":
-            self.dropped += 1
+            self.dropped.append(where)
             return None
-        self.truncated += 1
+        self.truncated.append(where)
         return truncate_left(tokenizer, prompt, limit)
+
+
+def named(places: Sequence[str], most: int = 5) -> str:
+    """Places of a list for a line: the first few of them, and how many more there are."""
+    return "; ".join(places[:most]) + (f"; and {len(places) - most} more" if len(places) > most else "")
 
 
 class JointPromptBuilder(PromptBuilder):
@@ -128,20 +153,20 @@ class JointPromptBuilder(PromptBuilder):
 
     Args:
         tokenizer: the writer's. formatters: one per role. join: (task, role prompts, where) → joint prompt as a text.
-        limit: longest prompt in tokens. overlong: as `PromptBuilder`.
+        limit: longest prompt in tokens. overlong: as `PromptBuilder`. writer: what it is called in errors.
     """
 
     def __init__(
         self, tokenizer: Any, formatters: Sequence[Formatter], join: Callable[[Mapping[str, Any], list[str], str], str],
-        limit: int, overlong: str = "error", more: Sequence[str] | None = None,
+        limit: int, overlong: str = "error", more: Sequence[str] | None = None, writer: str = "agent 0",
     ) -> None:  # fmt: skip
-        super().__init__([tokenizer], formatters, [limit], overlong, more)
+        super().__init__([tokenizer], formatters, [limit], overlong, more, [writer])
         self._join = join
 
     def _joint(self, index: int, item: Mapping[str, Any]) -> JointPrompt | None:
         contents = [formatted(f, item, f"task {index}, agent {agent}") for agent, f in enumerate(self.formatters)]
         texts = [plain_text(content) for content in contents]
-        where = f"task {index}"
+        where = f"task {index}, {self._writers[0]}"
         content: str | list[dict[str, str]] = self._join(item, texts, where)
         if not all(isinstance(c, str) for c in contents):  # chat messages ask for the chat template
             content = [{"role": "user", "content": str(content)}]

@@ -92,6 +92,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "iter/target_reward_mean": ("reward", "mean score of the agents' candidates"),
     "iter/comparator_reward_mean": ("reward", "mean score of the comparator's candidates"),
     "iter/parse_failures": ("count", "joint answers of the comparator without any role's section"),
+    "iter/comparator_dropped_prompts": ("count", "tasks left out because the comparator's prompt is too long for it"),
+    "iter/comparator_truncated_prompts": ("count", "too long prompts of the comparator cut on the left"),
     "iter/comparator_cut": ("count", "answers of the comparator cut to max_new_tokens of the agents, in the agents' tokens"),
     "iter/comparator_unfinished": ("count", "answers of the comparator that a limit of its writer or server ended"),
     "iter/api_requests": ("count", "HTTP requests that ended"),
@@ -119,6 +121,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "eval/turn_1/expected_return": ("reward", "equals eval/turn_1/reward_mean at one turn"),
     "eval/standard_error": ("reward", "standard error of the mean over tasks"),
     "eval/n": ("count", "tasks evaluated"),
+    "eval/dropped_prompts": ("count", "tasks left out because a prompt is too long"),
+    "eval/truncated_prompts": ("count", "too long prompts cut on the left"),
     "eval/seconds": ("s", "wall time of the evaluation"),
 }
 

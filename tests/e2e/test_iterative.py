@@ -188,6 +188,28 @@ def test_samples_do_not_depend_on_the_comparator_or_on_evaluation(tmp_path, tiny
     assert target_samples(tmp_path / "evaluated", 2) == target_samples(tmp_path / "current", 2)
 
 
+def test_a_prompt_too_long_for_the_comparator_is_blamed_on_it_and_dropped_on_both_sides(tmp_path, tiny_model, capsys):
+    from tiny import save_tiny_model
+
+    from comlrl_ds.config.errors import ConfigError
+
+    other = save_tiny_model(tmp_path / "other", 9, layers=1)
+    config = other / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 100}))
+    args = {"comparator_policy": "model", "comparator_model_name": str(other), "num_iterations": 1}
+    long = lambda item: item["prompt"] * (8 if "violin" in item["prompt"] else 1)  # noqa: E731
+    with trainer(tmp_path / "a", tiny_model, args=args, formatters=long, verbose=True) as t:
+        with pytest.raises(ConfigError, match=r"task 3, comparator 0: the prompt has \d+ tokens, but only 92 leave room"):
+            t.train()
+        assert not (tmp_path / "a" / "preference_replay" / "journal_0001.jsonl").exists()
+    with trainer(tmp_path / "b", tiny_model, args=args | {"overlong_prompt": "drop"}, formatters=long, verbose=True) as t:
+        t.train()
+    row = metrics(tmp_path / "b")[0]
+    assert row["iter/comparator_dropped_prompts"] == 1 and row["iter/compared"] == 3 * 4
+    assert "1 task dropped because a prompt is too long (task 3, comparator 0)" in capsys.readouterr().out
+    assert {item for item, _, _ in target_samples(tmp_path / "b")} == {0, 1, 2}
+
+
 def test_joint_answers_without_sections_are_counted_and_the_run_ends_well(tmp_path, tiny_model):
     """F8: an untrained model writes no tags."""
     with trainer(tmp_path / "run", tiny_model, args={"comparator_generation_mode": "centralized", "num_iterations": 1}) as t:

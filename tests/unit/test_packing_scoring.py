@@ -245,14 +245,28 @@ def test_an_overlong_prompt_ends_the_run_naming_its_task():
 def test_an_overlong_prompt_is_dropped_and_counted():
     builder = long_prompts("drop")
     assert [joint.index for joint in builder.build(ITEMS)] == [0, 2]
-    assert (builder.dropped, builder.truncated) == (1, 0)
+    assert (builder.dropped, builder.truncated) == (["task 1, agent 0"], [])
+
+
+def test_a_run_whose_every_task_is_dropped_ends_and_names_the_first():
+    with pytest.raises(PromptError, match=r"none of the 1 tasks is left: .*\(task 1, agent 0\).*overlong_prompt is drop"):
+        long_prompts("drop").build_some(ITEMS, [1])
+    assert long_prompts("drop").build_some([]) == []
+
+
+def test_the_writer_whose_prompt_is_too_long_is_named():
+    tokenizer = tiny_models.word_tokenizer()
+    other = PromptBuilder([tokenizer] * 2, [default_formatter] * 2, [99, 8], "drop", writers=["comparator 0", "comparator 1"])
+    assert len(other.build(ITEMS)) == 2 and other.dropped == ["task 1, comparator 1"]
+    other.build(ITEMS[:1])
+    assert other.dropped == []
 
 
 def test_an_overlong_prompt_keeps_its_end_and_its_bos():
     builder = long_prompts("truncate_left")
     built = builder.build(ITEMS)
     assert [joint.index for joint in built] == [0, 1, 2]
-    assert (builder.dropped, builder.truncated) == (0, 1)
+    assert (builder.dropped, builder.truncated) == ([], ["task 1, agent 0"])
     assert built[1].prompts[0].ids == (1, 33, 34, 35, 36, 37, 38, 39)
     assert built[1].prompts[0].text.split() == ["<s>", "w33", "w34", "w35", "w36", "w37", "w38", "w39"]
     assert built[2].prompts[0].ids == (1, 3, 4, 5, 6, 7, 8, 9)

@@ -25,7 +25,7 @@ from comlrl_ds.config.task import as_sequence
 from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.collection import EVAL, JointSampler, SampledItem
 from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_samples
-from comlrl_ds.preference.prompts import JointPrompt
+from comlrl_ds.preference.prompts import JointPrompt, PromptBuilder
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.adapter_room import adapter_room
@@ -35,7 +35,7 @@ from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
-from comlrl_ds.trainers.preference.reporting import Reporter
+from comlrl_ds.trainers.preference.reporting import Reporter, overlong_text
 from comlrl_ds.trainers.preference.session import Adapter, EngineSettings, Rates, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
@@ -188,7 +188,10 @@ class PreferenceTrainer:
         if self.eval_dataset is None:
             return {}
         started = time.perf_counter()
-        prompts = self._eval_prompts(num_eval_samples)
+        builder = self.setup.prompt_builder()
+        prompts = self._eval_prompts(num_eval_samples, builder)
+        if text := overlong_text(builder):
+            self.display.say(f"evaluation of {len(prompts)} tasks{text}")
         temperature = self.args.temperature if self.args.eval_temperature is None else self.args.eval_temperature
         sampling = Sampling(temperature, self.args.top_p, self.args.top_k)
         with self.display.bar("evaluating", len(prompts)) as bar:
@@ -201,6 +204,7 @@ class PreferenceTrainer:
         metrics = {
             "eval/turn_1/reward_mean": evaluation.mean, "eval/turn_1/expected_return": evaluation.mean,
             "eval/standard_error": evaluation.standard_error, "eval/n": len(evaluation.items),
+            "eval/dropped_prompts": len(builder.dropped), "eval/truncated_prompts": len(builder.truncated),
             "eval/seconds": time.perf_counter() - started,
         }  # fmt: skip
         return metrics | self._user_metrics(sampled)
@@ -320,9 +324,9 @@ class PreferenceTrainer:
             },
         }  # fmt: skip
 
-    def _eval_prompts(self, count: int | None) -> list[JointPrompt]:
+    def _eval_prompts(self, count: int | None, builder: PromptBuilder) -> list[JointPrompt]:
         count = self.args.eval_num_samples if count is None else count
-        return self.setup.prompt_builder().build(self.eval_dataset, range(min(count, len(self.eval_dataset))))
+        return builder.build_some(self.eval_dataset, range(min(count, len(self.eval_dataset))))
 
     def _sampling(self, keywords: Mapping[str, Any]) -> Sampling:
         unknown = [k for k in keywords if k not in (*GENERATION_KEYWORDS, "do_sample")]

@@ -54,7 +54,7 @@ class Comparator:
         """Its prompts of the agents' tasks; over-long ones are dropped, cut or refused as the agents' are."""
         if self.builder is None:
             return list(joints)
-        return self.builder.build(dataset, [j.index for j in joints])
+        return self.builder.build_some(dataset, [j.index for j in joints])
 
     def agent_of(self, writer: int) -> int:
         """The agent whose weights a writer has, where they are an agent's."""
@@ -157,10 +157,13 @@ def set_up_comparator(args: MADPOIterConfig, setup: TeamSetup, rollout: RolloutC
         if args.centralized and not own:
             writer = replace(writer, keep_unparsed=True)
             return Comparator(args, setup, writer, own)
-        return Comparator(args, setup, writer, own, setup.joint_builder(tokenizers[0], prompt_limits[0], more))
+        return Comparator(
+            args, setup, writer, own, setup.joint_builder(tokenizers[0], prompt_limits[0], more, "the comparator")
+        )
     if not own:
         return Comparator(args, setup, Team(tokenizers, limits, stops, names))
-    builder = PromptBuilder(tokenizers, setup.formatters, prompt_limits, args.overlong_prompt, more)
+    called = [f"comparator {k}" for k in range(writers)]
+    builder = PromptBuilder(tokenizers, setup.formatters, prompt_limits, args.overlong_prompt, more, called)
     same = all(_same_tokens(a, b) for a, b in zip(tokenizers, team.tokenizers)) and _same_ends(stops, team.stop_ids)
     return Comparator(args, setup, Team(tokenizers, limits, stops, names, None if same else tokens), own, builder)
 

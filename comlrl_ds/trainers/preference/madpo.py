@@ -56,7 +56,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         sampling = self._train_sampling = self._sampling(generation_kwargs)
         self._checkpoint_options(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         if self._evaluates:
-            self._eval_prompts(None)  # an over-long one shows before anything is loaded
+            self._eval_prompts(None, self.setup.prompt_builder())  # an over-long one shows before anything is loaded
         if self.run_dir.complete_to(self.rounds):
             self.display.say(f"this run is complete; its results are in {self.run_dir.path}")
             return
@@ -82,7 +82,8 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
     def collect_preferences(self, sampling: Sampling, round: int = 1, known: Known | None = None) -> Collected:
         """Joint responses to every task, their scores, and the pairs that are kept; on disk when this returns."""
         builder = self.setup.prompt_builder()
-        prompts = builder.build(self.train_dataset)
+        prompts = builder.build_some(self.train_dataset)
+        self._prompt_others(prompts)
         pool, sampler = self.session.pool(), self._sampler()
         started, tokens_before, seconds_before = time.perf_counter(), pool.generated_tokens, pool.generate_seconds
         file = self.run_dir.journal(round)
@@ -107,6 +108,9 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
             journal.append("sealed", round=round, report=report, asked=self._asked(prompts, sampling))
         self._report = report
         return collected
+
+    def _prompt_others(self, prompts: Sequence[JointPrompt]) -> None:
+        """Makes the prompts of others who answer the same tasks, so that one that cannot be used shows before engines start."""
 
     def _compare(
         self, sampler: Any, prompts: Sequence[JointPrompt], sampling: Sampling, round: int, journal: Journal,

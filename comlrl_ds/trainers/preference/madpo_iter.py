@@ -36,6 +36,7 @@ from comlrl_ds.trainers.preference.comparator import (
 )
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.remote import ask_api
+from comlrl_ds.trainers.preference.reporting import overlong_text
 from comlrl_ds.trainers.preference.saving import Progress
 from comlrl_ds.trainers.preference.session import policy_on_disk
 from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
@@ -69,6 +70,7 @@ class MADPOIterTrainer(MADPOTrainer):
             check_agents_prompts(self.comparator, self.train_dataset)
         self._rounds: list[dict[str, Any]] = []
         self._hashes: list[int] | None = None
+        self._theirs: Sequence[JointPrompt] = ()
         self._folder_hashes: dict[str, int] = {}
         self._claimed: set[Path] = set()
 
@@ -102,12 +104,15 @@ class MADPOIterTrainer(MADPOTrainer):
         return own
 
     # --- collection
+    def _prompt_others(self, prompts: Sequence[JointPrompt]) -> None:
+        self._theirs = prompts if self.comparator.remote else self.comparator.prompts(self.train_dataset, prompts)
+
     def _compare(
         self, sampler: JointSampler, prompts: Sequence[JointPrompt], sampling: Sampling, round: int, journal: Journal,
         progress: Callable[[int, int], None], known: Known,
     ) -> tuple[Collected, dict[str, float]]:  # fmt: skip
         args, comparator = self.args, self.comparator
-        theirs = prompts if comparator.remote else comparator.prompts(self.train_dataset, prompts)
+        theirs = self._theirs
         kept = {j.index for j in theirs}
         prompts = [j for j in prompts if j.index in kept]
         target = Side(self.setup.team, self.session.policies(), prompts, args.preference_num_candidates, TARGET)
@@ -139,6 +144,9 @@ class MADPOIterTrainer(MADPOTrainer):
         )  # fmt: skip
         values |= self._of_sides(collected, mine, other, round)
         values["iter/parse_failures"] = comparator.parse_failures - failures
+        if (builder := comparator.builder) is not None:
+            values["iter/comparator_dropped_prompts"] = len(builder.dropped)
+            values["iter/comparator_truncated_prompts"] = len(builder.truncated)
         values["iter/comparator_cut"] = sum(item.cut for item in other)
         values["iter/comparator_unfinished"] = sum(item.unfinished for item in other)
         if self._reward_range:
@@ -223,6 +231,7 @@ class MADPOIterTrainer(MADPOTrainer):
         rate = values["iter/win_rate"]
         missing = f", {values['iter/missing']} without an answer" if values["iter/missing"] else ""
         won = "none" if rate is None else f"{rate:.2f}"
+        missing += "" if self.comparator.builder is None else overlong_text(self.comparator.builder)
         if values["iter/comparator_cut"]:
             missing += f", {values['iter/comparator_cut']:.0f} answers cut to max_new_tokens"
         return f"; round {values['iter/current_iteration']} against {self.args.comparator_policy}: win rate {won}{missing}"

@@ -111,7 +111,7 @@ class RewardAndPolicyLearning(Base):
     def train_on_pairs(self, pairs: Sequence[PreferencePair], progress: Progress | None = None) -> None:
         """Fits a new reward model to the pairs, then `num_train_epochs` passes of policy learning over the tasks."""
         progress = progress or Progress()
-        prompts = self.setup.prompt_builder().build(self.train_dataset)
+        prompts = self.setup.prompt_builder().build_some(self.train_dataset)
         args = self.args
         # Buffers count tasks, or with a critic responses, and hold whole tasks either way.
         size = args.rollout_buffer_size if args.reinforce else math.ceil(args.rollout_buffer_size / args.num_generations)

@@ -14,7 +14,7 @@ from comlrl_ds.learners.scalar import ScalarStep
 from comlrl_ds.learners.spans import busy
 from comlrl_ds.preference.evaluation import Evaluation
 from comlrl_ds.preference.pairs import Collected
-from comlrl_ds.preference.prompts import PromptBuilder
+from comlrl_ds.preference.prompts import PromptBuilder, named
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.rollout.base import SyncReport
 from comlrl_ds.runs.display import Display
@@ -70,13 +70,13 @@ class Reporter:
             "collect/pairs": len(collected.pairs), "collect/pairs_without_gradient": collected.without_gradient,
             "collect/ties": collected.ties, "collect/invalid_scores": collected.invalid,
             "collect/oracle_errors": oracle_errors, "collect/reward_mean": collected.score_mean,
-            "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": builder.dropped,
-            "collect/truncated_prompts": builder.truncated, "collect/control_tokens": builder.controls.total(),
+            "collect/empty_sides": sum(p.empty_sides for p in collected.pairs), "collect/dropped_prompts": len(builder.dropped),
+            "collect/truncated_prompts": len(builder.truncated), "collect/control_tokens": builder.controls.total(),
             "collect/seconds": seconds, "rollout/tokens_per_s": rate,
         }  # fmt: skip
         for side in ("winner", "loser"):
             values |= {agent_metric(f"collect/{side}_tokens", i): n for i, n in enumerate(collected.lengths(side))}
-        dropped = f", {builder.dropped} tasks dropped as over-long" if builder.dropped else ""
+        dropped = overlong_text(builder)
         if collected.without_gradient:
             dropped += f", {collected.without_gradient} pairs dropped that differ in no scored token"
         if builder.controls:
@@ -220,3 +220,15 @@ class Reporter:
 
     def close(self) -> None:
         self._metrics.close()
+
+
+def overlong_text(builder: PromptBuilder) -> str:
+    """What became of over-long prompts in the last `build`, for a line; empty where there was none."""
+    found = ""
+    if builder.dropped:
+        count = "1 task" if len(builder.dropped) == 1 else f"{len(builder.dropped)} tasks"
+        found += f", {count} dropped because a prompt is too long ({named(builder.dropped)})"
+    if builder.truncated:
+        count = "1 prompt" if len(builder.truncated) == 1 else f"{len(builder.truncated)} prompts"
+        found += f", {count} cut on the left to the longest length ({named(builder.truncated)})"
+    return found

@@ -142,10 +142,16 @@ class TeamSetup:
             return self.joint_builder(self.team.tokenizers[0], limits[0], self.more)
         return PromptBuilder(self.team.tokenizers, self.formatters, limits, self.args.overlong_prompt, self.more)
 
-    def joint_builder(self, tokenizer: Any, limit: int, more: Sequence[str] | None) -> JointPromptBuilder:
-        """Builds prompts for one writer of every role. Args: more, what to do for longer prompts."""
+    def joint_builder(
+        self, tokenizer: Any, limit: int, more: Sequence[str] | None, writer: str = "agent 0"
+    ) -> JointPromptBuilder:
+        """Builds prompts for one writer of every role.
+
+        Args:
+            more: what to do for longer prompts. writer: what it is called in errors.
+        """
         join = partial(joint_prompt, self.adapter)
-        return JointPromptBuilder(tokenizer, self.formatters, join, limit, self.args.overlong_prompt, more)
+        return JointPromptBuilder(tokenizer, self.formatters, join, limit, self.args.overlong_prompt, more, writer)
 
     def try_first_prompt(self, dataset: Sequence[Mapping[str, Any]], name: str) -> None:
         """Formats the first task, so that a formatter or template that cannot work ends the run here."""
