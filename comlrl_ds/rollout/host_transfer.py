@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 from comlrl_ds.rollout.adapters import merged
 from comlrl_ds.rollout.chunks import copies, opened, view
+from comlrl_ds.rollout.mixtures import names_of_files, pack_experts_again
 
 
 @dataclass
@@ -45,6 +46,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self._loaded: set[str] = set()
         self._adapter: dict[str, torch.Tensor] = {}
         self._base = ""
+        self._as_in_files = names_of_files(self.model_config.hf_config)
 
     def shutdown(self) -> None:
         pass
@@ -54,6 +56,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded = set()
         self._adapter = {}
+        pack_experts_again(self.model)
         layerwise.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
@@ -66,14 +69,15 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
             self._adapter |= copies(update.place, update.tensors)
             return
         with opened(update.place) as buffer:
-            loaded = self.model.load_weights((name, view(buffer, *rest)) for name, *rest in update.tensors)
+            loaded = self.model.load_weights(self._as_in_files((name, view(buffer, *rest)) for name, *rest in update.tensors))
             self._loaded |= set(loaded or ())
             _release_views(self.model)
             del buffer
 
     def finish_weight_update(self) -> None:
         if self._adapter:
-            self._loaded |= set(self.model.load_weights(merged(self._base, self._adapter, self.model_config.dtype)) or ())
+            whole = self._as_in_files(merged(self._base, self._adapter, self.model_config.dtype))
+            self._loaded |= set(self.model.load_weights(whole) or ())
             self._adapter = {}
         missing = sorted(self._expected - self._loaded)
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
