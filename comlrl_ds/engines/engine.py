@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.base import ZeroEngine, gathered
+from comlrl_ds.engines.dropout import published
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.heads import VALUE_HEAD, save_head
@@ -232,10 +233,8 @@ class PolicyEngine(ZeroEngine):
                 tied = {n: p for n, p in lm.named_parameters(remove_duplicate=False) if n not in state}
                 owners = {id(p): n for n, p in lm.named_parameters()}
                 state |= {n: state[owners[id(p)]] for n, p in tied.items()}
-            use_cache, lm.config.use_cache = lm.config.use_cache, True
-            with writing(folder):
+            with writing(folder), published(lm):
                 lm.save_pretrained(folder, state_dict=state)
-            lm.config.use_cache = use_cache
             if head:
                 save_head(head, folder / VALUE_HEAD)
 

@@ -111,39 +111,42 @@ def load_backbone(
 
 
 def _load(kind: Any, source: str, dtype: str, attention: str | None, dropout: bool, zero3_config: dict[str, Any] | None) -> Any:
+    import copy
+
     import torch
+    from transformers import AutoConfig
     from transformers.utils import logging
 
+    from comlrl_ds.engines.dropout import clear_rates, silence
+
     logging.disable_progress_bar()
-    with _partitioned(source, zero3_config):
+    original = AutoConfig.from_pretrained(source)
+    config = copy.deepcopy(original)
+    if not dropout:
+        # Code that calls dropout as a function reads the rate from here: when it is built, or in each forward.
+        clear_rates(config)
+    with _partitioned(original, zero3_config):
         model, said = kind.from_pretrained(
-            source, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+            source, config=config, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
         )
     check_loading(source, said)
     model.config.use_cache = False
     if not dropout:
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-            # Attention keeps its rate as a plain number, under one of these names.
-            for name in ("attention_dropout", "attn_dropout", "dropout_p", "dropout"):
-                if isinstance(getattr(module, name, None), float):
-                    setattr(module, name, 0.0)
+        silence(model, original)
     return model.train()
 
 
 @contextmanager
-def _partitioned(source: str, config: dict[str, Any] | None) -> Iterator[None]:
+def _partitioned(model_config: Any, config: dict[str, Any] | None) -> Iterator[None]:
     """Lets transformers load into ZeRO-3 shards, for the length of a block: its switch is one for the whole process."""
     if config is None:
         yield
         return
-    from transformers import AutoConfig
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     from comlrl_ds.engines.ds_config import fill_hidden_size
 
-    fill_hidden_size(config, AutoConfig.from_pretrained(source).get_text_config().hidden_size)
+    fill_hidden_size(config, model_config.get_text_config().hidden_size)
     switch = HfDeepSpeedConfig(config)  # held: transformers keeps a weak reference
     try:
         yield

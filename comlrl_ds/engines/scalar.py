@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.engines.base import ZeroEngine, gathered
+from comlrl_ds.engines.dropout import check_silenced, published
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.heads import load_head, make_head, save_head
 from comlrl_ds.engines.loading import adapted_base, load_backbone
@@ -55,7 +56,7 @@ class ScalarModel(nn.Module):
 def save_scalar(model: ScalarModel, folder: Path, backbone: dict[str, Tensor], head: dict[str, Tensor]) -> None:
     """Writes a Hugging Face folder of the backbone, and its head beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with writing(folder):
+    with writing(folder), published(model.backbone):
         model.backbone.save_pretrained(folder, state_dict=backbone)
         save_head(head, folder)
 
@@ -92,6 +93,12 @@ class ScalarEngine(ZeroEngine):
         self.model = model
         self._graph: tuple[list[int], Tensor] | None = None
         super().__init__(name, model, model.backbone.config, plan, "")
+        probe = torch.arange(1, 9, device=self.device)[None]
+        inputs = {"ids": probe, "positions": probe - 1, "at": torch.tensor([7], device=self.device)}
+        try:
+            check_silenced(model.backbone, lambda: self._engine(**inputs), self.device)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def values(self, rows: Sequence[Sequence[int]], grad: bool = False) -> list[float]:
         """A value for each row of token ids; a collective, whose ranks share the rows out by length.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from comlrl_ds.engines.dropout import check_silenced
 from comlrl_ds.maths.logprobs import additive_mask, parts_for, token_logprobs
 from comlrl_ds.maths.packing import Completions, Layout, MicroBatch, pack, row_length, share_out
 
@@ -123,13 +124,14 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
         The layout to use. Sets `scorer.whole_logits`.
 
     Raises:
-        ValueError: the user insists on a layout that gives wrong numbers with this model.
+        ValueError: the user insists on a layout that gives wrong numbers with this model, or its dropout cannot be turned off.
     """
     vocabulary = scorer.lm.config.get_text_config().vocab_size
     token = lambda k: (11 + 7919 * k) % vocabulary  # noqa: E731
     group = [token(k) for k in range(7)], [[token(k) for k in range(a, b)] for a, b in ((20, 25), (40, 49))]
     rows = pack([group], "rows").to(device)
     scorer.whole_logits = True
+    check_silenced(scorer.lm, lambda: score(rows), device)
     own = score(rows)
     scorer.whole_logits = False
     try:

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 
 from comlrl_ds.config import ConfigError, MADPOConfig, RolloutConfig
-from comlrl_ds.engines.loading import load_causal_lm, load_tokenizer, local_folder, stop_ids
+from comlrl_ds.engines.loading import load_tokenizer, local_folder, stop_ids
 from comlrl_ds.trainers.preference import MADPOTrainer
 from comlrl_ds.trainers.preference.team import ModelConfig, read_agents, set_up_team, wandb_output
 
@@ -89,20 +89,6 @@ def test_stop_ids_are_the_tokenizers_and_the_models(tmp_path):
     file.unlink()
     tokenizer.eos_token = None
     assert stop_ids(folder, tokenizer) == ()
-
-
-def test_dropout_is_off_unless_asked_for(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=61, n_positions=32, n_embd=64, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    for implementation in ("sdpa", "eager"):
-        still = load_causal_lm(str(tmp_path), dtype="float32", attn_implementation=implementation, dropout=False)
-        assert still.training
-        assert torch.equal(still(ids).logits, still(ids).logits)
-        noisy = load_causal_lm(str(tmp_path), dtype="float32", attn_implementation=implementation, dropout=True)
-        assert not torch.equal(noisy(ids).logits, noisy(ids).logits)
 
 
 # --- the whole team
