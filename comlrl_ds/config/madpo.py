@@ -11,6 +11,11 @@ from comlrl_ds.config.errors import ConfigError, Problem, Settings
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
+DROPOUT_NOTE = (
+    "dropout is on in training steps (args.disable_dropout: false), with masks that follow from run.seed;"
+    " evaluations, KLs and values are without it"
+)
+
 
 def lowered(aliases: dict[str, str]) -> BeforeValidator:
     """Case and blanks do not matter, and each name may have others."""
@@ -90,7 +95,9 @@ class MADPOConfig(Settings):
     score_last_token: bool | None = Field(
         None, description="Whether a completion's last token counts; None is the page's rule: only centralised (addition)."
     )
-    disable_dropout: bool = Field(True, description="Dropout off while log-probs are computed (addition).")
+    disable_dropout: bool = Field(
+        True, description="No dropout; off: models keep their rates in training steps, with masks from the seed (addition)."
+    )
     train_agents: list[NonNegative] | None = Field(
         None, description="Agents that learn; the others stay as they are. None: all (addition)."
     )

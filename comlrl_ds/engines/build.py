@@ -23,17 +23,19 @@ from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 def build_scalar(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
     head_seed: int, hidden_dim: int | None = None, freeze_backbone: bool = False, lora: LoraSettings | None = None,
+    dropout_seed: int = 0,
 ) -> ScalarEngine:  # fmt: skip
     """The engine of a reward model or critic, for `Cluster.create`; the head starts from its seed.
 
     Args:
-        source, plan, checkpointing, lora: see `build_policy`. head_seed, hidden_dim, freeze_backbone: see `ScalarModel`.
+        source, plan, dropout, dropout_seed, checkpointing, lora: see `build_policy`. head_seed, hidden_dim, freeze_backbone:
+            see `ScalarModel`.
     """
     backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
     if lora:
         add_lora(backbone, lora, source=source, seed=head_seed, dropout=dropout)
     model = ScalarModel(backbone, head_seed=head_seed, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
-    return ScalarEngine(seat.role, model, copy.deepcopy(plan))
+    return ScalarEngine(seat.role, model, copy.deepcopy(plan), dropout_seed if dropout else None)
 
 
 def build_reference(
@@ -47,12 +49,14 @@ def build_reference(
 def build_policy(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
     layout: str, chunk: int, value_head: ValueHead | None = None, lora: LoraSettings | None = None, lora_seed: int = 0,
+    dropout_seed: int = 0,
 ) -> PolicyEngine:  # fmt: skip
     """A policy's engine, for `Cluster.create`. At ZeRO-3 on several ranks no rank ever holds the whole model.
 
     Args:
         source: model folder, or a repository that this machine fetches for itself.
         plan: from `plan_engine`, for the group's number of ranks.
+        dropout: the model's own stays on in steps, its masks from `dropout_seed`; otherwise it is off.
         checkpointing: recompute activations in backward. layout, chunk: see `PolicyEngine`.
         value_head: beside the vocabulary's, of an actor that is its own critic.
         lora: an adapter learns, its A from `lora_seed`, in place of the weights. Engines of this rank with the same base hold
@@ -66,8 +70,9 @@ def build_policy(
         width = lm.config.get_text_config().hidden_size
         head = make_head(width, value_head.seed, value_head.hidden_dim).to(getattr(torch, plan.dtype))
     return PolicyEngine(
-        seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks, value_head=head
-    )
+        seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks, value_head=head,
+        dropout_seed=dropout_seed if dropout else None,
+    )  # fmt: skip
 
 
 def _loaded(

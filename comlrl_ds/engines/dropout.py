@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from comlrl_ds.maths.seeds import seed_of
 
 # Names under which configurations and modules keep a rate: attention_dropout, resid_pdrop, drop_path_rate, layerdrop …
 _RATE = re.compile(r"dropout|pdrop|drop_?path|drop_?prob|drop_?rate|layer_?drop")
@@ -96,6 +99,37 @@ def drawn_from(seed: int, device: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
+
+
+def masks_of(
+    seed: int | None, rank: int, step: int, inputs: dict[str, Tensor | None], device: str
+) -> AbstractContextManager[None]:
+    """For the length of a block the masks of dropout follow from a role's seed, the rank, the step, and what the forward reads:
+    the two passes of a step draw the same ones, and a run that goes on draws what it would have drawn.
+
+    Args:
+        seed: of the role; None: its dropout is off. step: that are behind it. inputs: of the forward.
+    """
+    if seed is None:
+        return nullcontext()
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(inputs):
+        value = inputs[name]
+        if value is not None:
+            digest.update(f"{name} {tuple(value.shape)}".encode())
+            digest.update(value.cpu().contiguous().numpy().tobytes())
+    return drawn_from(seed_of(seed, "mask", rank, step, digest.hexdigest()), device)
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """For the length of a block a model computes without dropout, as it does where it samples."""
+    was = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(was)
 
 
 def _first_that_differs(model: nn.Module, score: Callable[[], Tensor], device: str) -> str | None:

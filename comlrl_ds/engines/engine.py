@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.engines.base import ZeroEngine, gathered
-from comlrl_ds.engines.dropout import published
+from comlrl_ds.engines.dropout import masks_of, published, still
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.hardware import free_bytes
 from comlrl_ds.engines.heads import VALUE_HEAD, save_head
@@ -52,14 +52,16 @@ class PolicyEngine(ZeroEngine):
         layout: "auto", "shared" or "rows".
         chunk: tokens that reach the vocabulary at once. host_ranks: ranks that share this machine's memory.
         value_head: makes it its own critic, too.
+        dropout_seed: of the masks of the forwards that a step is made of; None: the model has no dropout.
     """
 
     def __init__(
         self, name: str, lm: Any, plan: EnginePlan, *, layout: str = "auto", chunk: int = 512, host_ranks: int = 1,
-        value_head: nn.Module | None = None,
+        value_head: nn.Module | None = None, dropout_seed: int | None = None,
     ) -> None:  # fmt: skip
         self.scorer, self._host_ranks = Scorer(lm, chunk, value_head), host_ranks
         self._graph: _Graph | None = None
+        self._dropout_seed = dropout_seed
         super().__init__(name, self.scorer, lm.config, plan, "lm.")
         self.layout: Layout = fit_engine(name, self.scorer, self._engine, layout, plan.dtype, self.device)
 
@@ -117,8 +119,9 @@ class PolicyEngine(ZeroEngine):
         extra: dict[str, Any] = {}
         if critic_type is not None:
             extra = {"valued": torch.tensor(list(places.values()) or [0], device=self.device)}
-        with torch.set_grad_enabled(grad):
-            found = self._engine(**inputs_of(batch), parts=parts, **extra)
+        inputs = inputs_of(batch)
+        with torch.set_grad_enabled(grad), masks_of(self._dropout_seed, self.rank, self.version, inputs, self.device):
+            found = self._engine(**inputs, parts=parts, **extra)
         logprobs, values = (found, None) if critic_type is None else found
         whole = torch.zeros(2 * starts[-1] + 3, dtype=torch.float64, device=self.device)
         sums, of_values, rest = whole.split([starts[-1], starts[-1], 3])
@@ -140,21 +143,24 @@ class PolicyEngine(ZeroEngine):
 
     def values(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The value head's value of each row of token ids, at its last token; a collective of the group."""
-        found = self._score([(row, [(0,)]) for row in rows], False, [], None, "v")
+        with still(self.scorer):
+            found = self._score([(row, [(0,)]) for row in rows], False, [], None, "v")
         return [value for (value,) in found["values"]]
 
     @torch.no_grad()
     def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """log p of every token of a row but its first."""
         batch = pack_sequences(rows).to(self.device)
-        scores = self._engine(**inputs_of(batch))
+        with still(self.scorer):
+            scores = self._engine(**inputs_of(batch))
         return [scores[batch.side == k].tolist() for k in range(len(rows))]
 
     def completion_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
         """log p of every token of each completion; a collective of the group, whose ranks share the prompts out."""
-        return completion_logprobs(
-            self._engine, self.scorer.chunk, groups, self.layout, self.rank, self.world_size, self.device
-        )
+        with still(self.scorer):
+            return completion_logprobs(
+                self._engine, self.scorer.chunk, groups, self.layout, self.rank, self.world_size, self.device
+            )
 
     def anchor_logprobs(self, groups: Sequence[Completions]) -> list[list[list[float]]]:
         """The same by the policy as it was at first: with LoRA that is this model without what it has learned."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.engines.base import ZeroEngine, gathered
-from comlrl_ds.engines.dropout import check_silenced, published
+from comlrl_ds.engines.dropout import check_silenced, masks_of, published, still
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.heads import load_head, make_head, save_head
 from comlrl_ds.engines.loading import adapted_base, load_backbone
@@ -86,11 +86,11 @@ class ScalarEngine(ZeroEngine):
     A step is any number of (`values` with grad, `backward`), then `step` or `discard`.
 
     Args:
-        model: in the plan's compute type.
+        model: in the plan's compute type. dropout_seed: of the masks of the forwards with grad; None: it has no dropout.
     """
 
-    def __init__(self, name: str, model: ScalarModel, plan: EnginePlan) -> None:
-        self.model = model
+    def __init__(self, name: str, model: ScalarModel, plan: EnginePlan, dropout_seed: int | None = None) -> None:
+        self.model, self._dropout_seed = model, dropout_seed
         self._graph: tuple[list[int], Tensor] | None = None
         super().__init__(name, model, model.backbone.config, plan, "")
         probe = torch.arange(1, 9, device=self.device)[None]
@@ -103,7 +103,7 @@ class ScalarEngine(ZeroEngine):
     def values(self, rows: Sequence[Sequence[int]], grad: bool = False) -> list[float]:
         """A value for each row of token ids; a collective, whose ranks share the rows out by length.
 
-        With `grad` this rank's graph stays for `backward`, one at a time.
+        With `grad` this rank's graph stays for `backward`, one at a time. Without it dropout is off.
         """
         shares = share_out([len(row) for row in rows], self.world_size)
         own = shares[self.rank]
@@ -115,7 +115,8 @@ class ScalarEngine(ZeroEngine):
         positions = torch.arange(width).repeat(len(batch), 1)
         at = torch.tensor([k * width + len(row) - 1 for k, row in enumerate(batch)])
         inputs = {"ids": ids.to(self.device), "positions": positions.to(self.device), "at": at.to(self.device)}
-        with torch.set_grad_enabled(grad):
+        masks = masks_of(self._dropout_seed, self.rank, self.version, {**inputs}, self.device) if grad else still(self.model)
+        with torch.set_grad_enabled(grad), masks:
             found = self._engine(**inputs)
         if grad:
             self._graph = (own, found)

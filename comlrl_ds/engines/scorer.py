@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from comlrl_ds.engines.dropout import check_silenced
+from comlrl_ds.engines.dropout import check_silenced, still
 from comlrl_ds.maths.logprobs import additive_mask, parts_for, token_logprobs
 from comlrl_ds.maths.packing import Completions, Layout, MicroBatch, pack, row_length, share_out
 
@@ -132,6 +132,12 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
     rows = pack([group], "rows").to(device)
     scorer.whole_logits = True
     check_silenced(scorer.lm, lambda: score(rows), device)
+    with still(scorer):
+        return _probed(scorer, score, layout, tolerance, device, group)
+
+
+def _probed(scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, device: str, group: Completions) -> Layout:
+    rows = pack([group], "rows").to(device)
     own = score(rows)
     scorer.whole_logits = False
     try:

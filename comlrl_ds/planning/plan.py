@@ -25,6 +25,7 @@ from comlrl_ds.cluster.hostfile import LOCAL, slots_of_hostfile, slots_of_one_ho
 from comlrl_ds.cluster.layout import EnginePlace, Layout, Slot
 from comlrl_ds.cluster.placement import comparator_roles, deepspeed_of, resolve_placement, section_of
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
+from comlrl_ds.config.madpo import DROPOUT_NOTE
 from comlrl_ds.config.marlhf import MARLHFConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RunFile
@@ -335,7 +336,7 @@ def _notes(
     hosts: Sequence[HostMemory],
     machine: Machine,
 ) -> list[str]:
-    notes = []
+    notes = [] if run_file.trainer_config.disable_dropout else [DROPOUT_NOTE]
     if shared := [m.group for m in memory if m.memory.peak < m.memory.total]:
         notes.append(f"on {', '.join(shared)} actors and engines take turns on the devices; the other waits in host memory")
     for source, shape in sizes.items():

@@ -107,6 +107,9 @@ class FitSession:
         self.cluster.arrange(trainer.layout, 1800, trainer.run_dir.path)
         self.cluster.join_groups(self.settings.device)
 
+    def dropout_seed(self, role: str) -> int:
+        return 0
+
     def start(self, builds: Mapping[str, Any]) -> None:
         self.cluster.create(dict(builds))
 

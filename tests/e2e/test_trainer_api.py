@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -211,3 +212,57 @@ def test_contradictions_are_found_before_anything_is_loaded(tmp_path, tiny_model
         with pytest.raises(ConfigError, match=words):
             trainer(tmp_path, tiny_model, **arguments)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory):
+    """A tiny model of which dropout is a part, and the weights of an uninterrupted run with it."""
+    folder = tmp_path_factory.mktemp("dropout")
+    lm = tiny_lm(70)
+    lm.config.attention_dropout = 0.3
+    lm.save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    with trainer(folder, folder / "model", args=NOISY, checkpoint_every_updates=1, checkpoint_total_limit=None) as t:
+        t.train()
+    return folder
+
+
+NOISY = {"disable_dropout": False, "train_batch_size": 2, "num_train_epochs": 2, "margin_pass": "one_forward"}
+
+
+def weights_of(folder):
+    return {f"{agent}.{n}": w for agent in (0, 1) for n, w in exported(folder, agent).items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def test_masks_follow_from_the_seed_and_are_those_of_both_passes(tmp_path, with_dropout, capsys):
+    # Another state of the generator, and the margins in a pass of their own.
+    torch.manual_seed(99)
+    with trainer(tmp_path, with_dropout / "model", args=NOISY | {"margin_pass": "two_pass"}, verbose=True) as t:
+        t.train()
+    assert same(weights_of(tmp_path), weights_of(with_dropout))
+    numbers = [[r[k] for r in steps(f) for k in ("train/loss", "train/grad_norm/agent_0")] for f in (tmp_path, with_dropout)]
+    assert len(numbers[0]) == 16 and numbers[0] == numbers[1]
+    assert "note: dropout is on in training steps (args.disable_dropout: false)" in capsys.readouterr().out
+
+
+def test_a_run_with_dropout_goes_on_as_if_it_had_not_been_interrupted(tmp_path, with_dropout):
+    run = shutil.copytree(with_dropout / "run", tmp_path / "run")
+    (run / "complete").unlink()
+    for folder in (run / "final", *sorted((run / "checkpoints").iterdir())[-2:]):
+        shutil.rmtree(folder)
+    torch.manual_seed(98)
+    with trainer(tmp_path, with_dropout / "model", args=NOISY, checkpoint_every_updates=1, resume="auto") as t:
+        t.train()
+    assert same(weights_of(tmp_path), weights_of(with_dropout))
+
+
+def test_dropout_changes_what_is_learned_but_neither_evaluations_nor_the_gap_to_the_engine(tmp_path, with_dropout):
+    with trainer(tmp_path, with_dropout / "model", args=NOISY | {"disable_dropout": True}) as t:
+        t.train()
+    assert not same(weights_of(tmp_path), weights_of(with_dropout))
+    gaps = [r["rollout/logprob_gap"] for f in (tmp_path, with_dropout) for r in rows(f) if "rollout/logprob_gap" in r]
+    assert len(gaps) >= 2 and max(gaps) < 1e-5

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny_models import gpt2
 
-from comlrl_ds.engines.dropout import published
+from comlrl_ds.engines.dropout import masks_of, published
 from comlrl_ds.engines.loading import load_backbone, load_causal_lm
 from comlrl_ds.engines.scorer import Scorer, fit_to_model, inputs_of
 
@@ -61,3 +61,23 @@ def test_dropout_that_no_rate_turns_off_is_an_error_that_names_the_module(tmp_pa
     assert torch.equal(torch.random.get_rng_state(), before)
     lm.eval()  # nothing is random then
     assert fit() == "shared"
+
+
+def test_masks_follow_from_seed_rank_step_and_rows_and_move_no_other_draws():
+    def drawn(seed=1, rank=0, step=0, ids=(5, 6)):
+        with masks_of(seed, rank, step, {"ids": torch.tensor(ids), "visible": None}, "cpu"):
+            return torch.rand(4)
+
+    before = torch.random.get_rng_state()
+    assert torch.equal(drawn(), drawn())
+    others = [drawn(seed=2), drawn(rank=1), drawn(step=1), drawn(ids=(5, 7)), drawn(ids=((5, 6),))]
+    assert not any(torch.equal(drawn(), other) for other in others)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not torch.equal(drawn(seed=None), drawn(seed=None))  # off: whatever draws is not ours
+
+
+def test_a_models_layout_is_found_without_its_dropout(tmp_path):
+    folder = saved("GPT2", tmp_path)
+    scorer = Scorer(load_causal_lm(folder, dtype="float32", attn_implementation="sdpa", dropout=True))
+    assert fit_to_model(scorer, lambda batch: scorer(**inputs_of(batch)), "auto", 1e-3, "cpu") == "shared"
+    assert scorer.training and not scorer.whole_logits

@@ -18,7 +18,7 @@ from comlrl_ds.cluster.placement import comparator_roles, resolve_placement
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.lora import LoraSettings, read_lora
 from comlrl_ds.config.lora_layers import check_lora
-from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.madpo import DROPOUT_NOTE, MADPOConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import TRAINERS, RolloutConfig
 from comlrl_ds.config.task import as_sequence
@@ -220,7 +220,8 @@ class PreferenceTrainer:
             tokenizer.save_pretrained(target)
 
     def _notes(self) -> list[str]:
-        return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes)]))
+        own = [] if self.args.disable_dropout else [DROPOUT_NOTE]
+        return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes), *own]))
 
     # --- lifetime
     @property
@@ -267,6 +268,7 @@ class PreferenceTrainer:
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
             *self._other_policies(), value_heads=self._value_heads(),
             adapters=[Adapter(s, seed_of(self.seed, "lora", i)) if s else None for i, s in enumerate(self.lora)],
+            seed=self.seed,
         )  # fmt: skip
         weakref.finalize(self, self._session.close)
         for note in self._notes():

@@ -130,7 +130,7 @@ class Critics:
                 build_scalar, folder, session.plan(role), dropout=not args.disable_dropout,
                 attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
                 head_seed=seed_of(self._seed, "critic_head", k), hidden_dim=args.critic_value_head_hidden_dim,
-                lora=args.critic_lora,
+                lora=args.critic_lora, dropout_seed=session.dropout_seed(role),
             )
             for k, (role, folder) in enumerate(zip(self.roles, self._sources.folders))
             if role not in session.others

@@ -83,7 +83,7 @@ class RewardLearner:
             build_scalar, self._source.folder, session.plan(REWARD_ROLE), dropout=not args.disable_dropout,
             attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
             head_seed=seed_of(self._seed, "reward_head"), freeze_backbone=args.reward_freeze_backbone,
-            lora=args.reward_lora,
+            lora=args.reward_lora, dropout_seed=session.dropout_seed(REWARD_ROLE),
         )  # fmt: skip
         session.start({REWARD_ROLE: build})
 

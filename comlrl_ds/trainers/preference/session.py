@@ -16,6 +16,7 @@ from comlrl_ds.config.errors import Findings
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
@@ -97,13 +98,13 @@ class Session:
     Args:
         sources: model folder of each actor. comparators: of each comparator with a model of its own.
         swaps: whether engines will be given weights from disk. value_heads, adapters: of each actor;
-            empty: they have none.
+            empty: they have none. seed: the run's.
     """
 
     def __init__(
         self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
         args: MADPOConfig, rollout: RolloutConfig, log: Path | None, comparators: Sequence[str] = (), swaps: bool = False,
-        value_heads: Sequence[ValueHead] = (), adapters: Sequence[Adapter | None] = (),
+        value_heads: Sequence[ValueHead] = (), adapters: Sequence[Adapter | None] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         self.cluster = cluster
         if cluster.tenant is not None:
@@ -125,7 +126,7 @@ class Session:
         self._started = False
         self._away: set[str] = set()  # engines whose optimizer states are on the host
         self._resting: set[str] = set()
-        self.steps = 0
+        self.steps, self._seed = 0, seed
         self.learner: Any = None
         self._others: list[str] = []
 
@@ -176,6 +177,10 @@ class Session:
         """Roles besides the actors whose engines are loaded."""
         return tuple(self._others)
 
+    def dropout_seed(self, role: str) -> int:
+        """What the masks of a role's engine follow from, where its dropout is on."""
+        return seed_of(self._seed, "dropout", role)
+
     def plan(self, role: str) -> EnginePlan:
         return self._plans[role]
 
@@ -194,6 +199,7 @@ class Session:
                 dropout=not args.disable_dropout, checkpointing=args.gradient_checkpointing, layout=args.row_layout,
                 chunk=args.logprob_chunk, value_head=self._value_heads[i] if self._value_heads else None,
                 lora=adapter.settings if adapter else None, lora_seed=adapter.seed if adapter else 0,
+                dropout_seed=self.dropout_seed(actor_role(i)),
             )  # fmt: skip
         self.cluster.join_groups(self._settings.device)
         self.cluster.create(builds)
