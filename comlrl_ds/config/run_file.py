@@ -67,7 +67,9 @@ class RolloutConfig(Settings):
     )
     start_timeout_s: Positive = Field(600, description="Longest start of an engine.")
     timeout_s: Positive = Field(600, description="Longest silence of a working engine before the run ends.")
-    verify_sync: bool = Field(True, description="Check after each sync that the engine answers with changed weights.")
+    verify_sync: bool = Field(
+        True, description="Check after each sync that the engine answers with changed weights, as the trainer does."
+    )
     transport: Literal["auto", "host", "nccl", "ipc"] = Field(
         "auto", description="How weights reach an engine; host works everywhere, auto takes the fastest that placement allows."
     )

@@ -157,6 +157,11 @@ class ZeroEngine:
         yield from _sent(group)
 
     @property
+    def dtype(self) -> str:
+        """The compute type."""
+        return self.plan.dtype
+
+    @property
     def learns_adapter(self) -> bool:
         """Whether it is an adapter that learns, beside a base that stays."""
         return bool(self._adapter)

@@ -149,7 +149,7 @@ class PolicyEngine(ZeroEngine):
 
     @torch.no_grad()
     def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p of every token of a row but its first."""
+        """log p of every token of a row but its first, without dropout."""
         batch = pack_sequences(rows).to(self.device)
         with still(self.scorer):
             scores = self._engine(**inputs_of(batch))

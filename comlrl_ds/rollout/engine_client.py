@@ -85,6 +85,7 @@ class EngineClient(RolloutEngine):
         self.address, self.name, self.verify, self._identity = address, name, verify, identity
         self.source = self.held = address.source
         self.manifest: Manifest | None = None
+        self.probe_rows: Sequence[Sequence[int]] = ()
         self.probe: list[list[float]] = []
         self._sender: HostSender | None = None
 
@@ -112,8 +113,14 @@ class EngineClient(RolloutEngine):
         self.synced(policy, self._sender.manifest, probe)
         return report
 
-    def synced(self, policy: PolicyWeights, manifest: Manifest, probe: list[list[float]]) -> None:
+    def synced(
+        self, policy: PolicyWeights, manifest: Manifest, probe: list[list[float]],
+        judge: Callable[[list[list[float]]], object] | None = None,
+    ) -> None:  # fmt: skip
         """Takes note of a sync that somebody did, and verifies its effect.
+
+        Args:
+            judge: raises where these log-probs of the probe rows are not those of the weights that were sent.
 
         Raises:
             RolloutError: other tensors arrived, and the engine answers as before.
@@ -125,6 +132,8 @@ class EngineClient(RolloutEngine):
             raise RolloutError(
                 f"weight sync of {policy.name}: {share:.0%} of the tensors changed, but the engine answers as before"
             )
+        if judge:
+            judge(probe)
         self.held, self.probe, self.manifest = policy.key, probe, manifest
 
     def close_sender(self) -> None:

@@ -141,6 +141,7 @@ class HTTPRollout(EngineClient):
         address = EngineAddress("", 0, url, host, "another machine", sources[0], index, "host", url)
         super().__init__(address, name=f"the engine at {url}", verify=bool(probe))
         self._http = HTTPCalls(url, timeout_s, probe)
+        self.probe_rows = probe
         self._start_timeout_s, self._sources = start_timeout_s, list(sources)
         self._threads = ThreadPoolExecutor(requests, "http")
         self.connection, self._done = Pipe(duplex=False)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from comlrl_ds.cluster.engine_places import edge_transport, place_engines
 from comlrl_ds.cluster.layout import EnginePlace, Layout
 from comlrl_ds.cluster.watch import ClusterFailure
 from comlrl_ds.config.run_file import RolloutConfig
+from comlrl_ds.rollout.agreement import COARSEST, Reference, check_agreement, layers_of_model
 from comlrl_ds.rollout.base import PolicyWeights, RolloutEngine, SyncReport
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.engine_client import EngineClient, VLLMRollout
@@ -25,7 +27,7 @@ from comlrl_ds.rollout.environment import engine_environment
 from comlrl_ds.rollout.http_rollout import HTTPRollout, server_limit
 from comlrl_ds.rollout.plugin import SWITCH
 from comlrl_ds.rollout.pool import RolloutPool, Wanted
-from comlrl_ds.rollout.transfer import Target, send_live
+from comlrl_ds.rollout.transfer import Target, reference_of, send_live
 
 LONGEST_BY_DEFAULT = 4096
 
@@ -206,6 +208,8 @@ class Engines:
                 address=address, identity=members[0].host.identity, timeout_s=self._config.timeout_s,
                 verify=self._config.verify_sync, ended=self._how_it_ended(role),
             )  # fmt: skip
+            if self._config.verify_sync:
+                engine.probe_rows = probe_rows(model_limits(source)[1])
             engine.takes_adapters = self._adapters is not None
             engine.serves = _serves(place, self._layout.comparator_groups, self._agents)
             engine.wait_ready(found["probe"])
@@ -226,6 +230,10 @@ class Engines:
                 live.setdefault(policy.role, []).append(k)
             else:
                 reports[k] = engine.sync_weights(policy)
+                if policy.role and self._config.verify_sync:  # an engine of this process, which took them from the actor here
+                    rows = probe_rows(model_limits(engine.source)[1])
+                    trainer = self._cluster.run({policy.role: call(reference_of, rows)})[policy.role]
+                    self._judge(engine, policy, trainer, engine.prompt_logprobs(rows))
         calls = {}
         for role, listed in live.items():
             policy = wanted[listed[0]][1]
@@ -235,14 +243,24 @@ class Engines:
             for k, result in zip(live[role], results):
                 engine, policy = wanted[k]
                 assert isinstance(engine, EngineClient)
-                engine.synced(policy, result["manifest"], result["probe"])
+                judge = partial(self._judge, engine, policy, result["trainer"]) if engine.verify else None
+                engine.synced(policy, result["manifest"], result["probe"], judge)
                 reports[k] = SyncReport(result["seconds"], result["bytes"])
         return [reports[k] for k in range(len(wanted))]
 
+    def _judge(
+        self, engine: RolloutEngine, policy: PolicyWeights, trainer: dict[str, Any], found: Sequence[Sequence[float]]
+    ) -> None:
+        check_agreement(
+            policy.name, f"engine {self._engines.index(engine)} for {engine.source}", found, Reference(**trainer),
+            dtype=COARSEST if isinstance(engine, HTTPRollout) else self._dtype, layers=layers_of_model(policy.source),
+            on_cpu=self._device == "cpu" and not isinstance(engine, HTTPRollout),
+        )  # fmt: skip
+
     def _target(self, engine: RolloutEngine) -> dict[str, Any]:
         assert isinstance(engine, EngineClient)
-        rows = engine.calls.probe_rows if isinstance(engine, HTTPRollout) else ()
-        return Target(engine.address, engine.manifest, self._config.timeout_s, tuple(map(tuple, rows))).as_plain()
+        rows = tuple(map(tuple, engine.probe_rows))
+        return Target(engine.address, engine.manifest, self._config.timeout_s, rows).as_plain()
 
     def usage(self) -> list[dict[str, float]]:
         """CPU seconds and peak memory of each engine process."""

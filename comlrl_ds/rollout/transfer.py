@@ -25,11 +25,14 @@ class WeightHolder(Protocol):
     def rank(self) -> int: ...
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]: ...
     def weight_shapes(self) -> list[tuple[str, tuple[int, ...]]]: ...
+    def token_logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """An engine that shall get weights, what it was last sent, and rows to ask a user's server for afterwards."""
+    """An engine that shall get weights, what it was last sent, and the rows that it answers for afterwards."""
 
     address: EngineAddress
     manifest: Manifest | None
@@ -56,8 +59,23 @@ def send_live(
         targets: `Target.as_plain()` of engines of one transport.
 
     Returns:
-        for each target {"seconds", "bytes", "manifest", "probe"}.
+        for each target {"seconds", "bytes", "manifest", "probe"}, and "trainer" of those with rows, see `reference_of`.
     """
+    results = _send_live(holder, name, key, dtype, targets, chunk_bytes, base)
+    rows = targets[0]["probe"]
+    trainer = reference_of(holder, rows) if rows else None
+    return [result | {"trainer": trainer} for result in results]
+
+
+def reference_of(holder: WeightHolder, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """{"logprobs", "dtype"}: what the actor computes for the probe rows, and in which type; a collective of its ranks."""
+    return {"logprobs": holder.token_logprobs(rows), "dtype": holder.dtype}
+
+
+def _send_live(
+    holder: WeightHolder, name: str, key: str, dtype: str, targets: Sequence[dict[str, Any]], chunk_bytes: int,
+    base: str | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     import torch
 
     weights = getattr(torch, dtype)

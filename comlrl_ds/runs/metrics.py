@@ -46,7 +46,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "rollout/tokens_per_s": ("tokens/s", "sampled tokens of all engines per second of generation"),
     "rollout/sync_s": ("s", "time of the last weight sync"),
     "rollout/sync_bytes": ("bytes", "size of the last weight sync"),
-    "rollout/logprob_gap": ("nats", "mean |trainer − engine| per token on a few training rows; not a proof of a sync"),
+    "rollout/logprob_gap": ("nats", "mean |trainer − engine| per token on a few training rows"),
     "turn_1/reference_kl_mean": ("nats", "mean over agents of the k3 estimate of the KL to the first policies, per completion"),
     "turn_1/reference_kl_penalty_mean": ("reward", "reference_kl_coef times that"),
     "rl/reward_spread": ("reward", "mean over tasks of the deviation of learned rewards"),

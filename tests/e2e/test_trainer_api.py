@@ -14,6 +14,8 @@ from tiny import tiny_lm, tiny_tokenizer
 from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.learners.madpo import NonFiniteError
 from comlrl_ds.preference.oracle import OracleError
+from comlrl_ds.rollout.base import RolloutError
+from comlrl_ds.rollout.transformers_rollout import TransformersRollout
 from comlrl_ds.trainers.preference import MADPOConfig, MADPOTrainer
 
 FP32 = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}, "bf16": {"enabled": False}}
@@ -182,6 +184,29 @@ def test_an_interrupted_generation_asks_for_new_engines_and_gets_them(tmp_path, 
         t.close()
         t.train()
     assert len(steps(tmp_path)) == 2
+
+
+def test_an_engine_that_computes_something_else_than_its_trainer_ends_the_run_before_it_samples(
+    tmp_path, tiny_model, monkeypatch
+):
+    """One norm arrives a tenth too large: the answers change, as after any sync, and are not the trainer's."""
+    real = TransformersRollout.load
+
+    def scaled(self, tensors):
+        return real(self, ((n, t * 1.1 if n == "model.layers.1.input_layernorm.weight" else t) for n, t in tensors))
+
+    monkeypatch.setattr(TransformersRollout, "load", scaled)
+    sampled = []
+    receive = TransformersRollout.receive
+    monkeypatch.setattr(TransformersRollout, "receive", lambda self: sampled.append(self.held) or receive(self))
+    args = {"eval_interval": 100}
+    said = rf"weight sync of agent_[01]: engine 0 for {tiny_model} is \S+ nats a token off the trainer .* float32 explains"
+    with trainer(tmp_path, tiny_model, args=args) as t, pytest.raises(RolloutError, match=said):
+        t.train()
+    assert set(sampled) == {str(tiny_model)}
+    unchecked = {"backend": "transformers", "max_model_len": 128, "verify_sync": False}
+    with trainer(tmp_path / "unchecked", tiny_model, args=args, rollout=unchecked) as t:
+        t.train()
 
 
 def test_steps_that_stay_nonfinite_end_the_run_and_name_agent_pair_and_file(tmp_path, tiny_model):

@@ -17,6 +17,7 @@ from tiny import save_tiny_model, tiny_lm
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.engines.lora import add_lora, save_adapter
 from comlrl_ds.rollout.adapters import adapter_on_disk
+from comlrl_ds.rollout.agreement import Reference, check_agreement
 from comlrl_ds.rollout.base import PolicyWeights, Request, RolloutError, Sampling
 
 ROWS = [[(3 + 7 * k + 13 * r) % 320 for k in range(20 + 5 * r)] for r in range(4)]
@@ -138,6 +139,18 @@ def test_syncing_the_old_weights_back_restores_them(synced, dtype, tied):
 def test_engine_agrees_with_the_trainer_in_fp32(synced, tied, name):
     results, fresh = synced
     assert largest_gap(results["float32", tied][name], trainer_logprobs(fresh["float32", tied, name][1], ROWS)) < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tied"), CASES)
+def test_correct_syncs_are_within_the_bound_of_their_type_and_in_float32_stale_engines_are_not(synced, dtype, tied):
+    results, fresh = synced
+    for name in ("base", *CHANGES, "adapter"):
+        reference = Reference(trainer_logprobs(fresh[dtype, tied, name][1], ROWS), dtype)
+        judge = partial(check_agreement, "agent_0", "engine 0", reference=reference, dtype=dtype, layers=2, on_cpu=True)
+        judge(results[dtype, tied][name])
+        if name != "base" and (dtype == "float32" or name == "large"):
+            with pytest.raises(RolloutError, match=f"and {dtype} explains"):
+                judge(results[dtype, tied]["base"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
