@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 # The same for every request, so the first few tell: wrong key, no money, not allowed, wrong address.
 HOPELESS = frozenset({401, 402, 403, 404})
+OF_THE_KEY = frozenset({401, 402, 403})
 # Answers on their way are paid; so long they are waited for when the asking ends early.
 GRACE_SECONDS = 5.0
 
@@ -290,8 +291,19 @@ class Asking(Iterator[tuple[int, APIAnswer | APIFailure]]):
             why = "all of them so far, and no other would do better"
         if why and self._error is None:
             counts = f"{self._missing} of {self._total} answers of the comparator API failed"
-            self._error = ComparatorAPIError(f"{counts}, {why}; the last: {reason}")
+            self._error = ComparatorAPIError(f"{counts}, {why}; the last: {reason}{self._remedy(fault)}")
             self._stop.set()
+
+
+    def _remedy(self, fault: Fault) -> str:
+        """What to do about a refusal that has to do with the key, after the reason."""
+        if fault.status not in OF_THE_KEY:
+            return ""
+        if self._settings.key is not None:
+            return "; check the key in comparator_api_key"
+        if self._settings.key_env is not None:
+            return f"; check the key in {self._settings.key_env}"
+        return "; no key was sent: write the name of its environment variable in comparator_api_key_env"
 
 
 @dataclass

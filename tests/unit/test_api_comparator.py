@@ -82,6 +82,24 @@ def test_a_server_that_refuses_everybody_is_left_alone(serve):
     assert len(server.calls) < 10
 
 
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"key_env": "MY_JUDGE_KEY"}, "; check the key in MY_JUDGE_KEY"),
+        ({"key": "abc-123"}, "; check the key in comparator_api_key"),
+        ({}, "; no key was sent: write the name of its environment variable in comparator_api_key_env"),
+    ],
+)
+def test_a_refused_key_is_named_by_where_it_stands(serve, monkeypatch, status, given, remedy):
+    monkeypatch.setenv("MY_JUDGE_KEY", "abc-123")
+    server = serve(lambda call, number: Reply(status, {"error": "no"}))
+    with pytest.raises(ComparatorAPIError) as caught:
+        ask(server, [request()], max_failure_fraction=0.0, max_retries=0, **given)
+    assert str(caught.value).endswith(f'HTTP {status}: {{"error": "no"}}' + (remedy if status != 404 else ""))
+    assert "abc-123" not in str(caught.value)
+
+
 @pytest.mark.parametrize("status", [400, 401, 402, 403, 404, 422])
 def test_faults_of_ours_are_not_tried_again(serve, status):
     server = serve(lambda call, number: Reply(status, {"error": "no\n  way"}))
