@@ -10,6 +10,7 @@ from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.iterative import MADPOIterConfig
+from comlrl_ds.config.model_files import check_vocabulary, vocabulary_of
 from comlrl_ds.config.references import beside, is_path
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.config.task import LoadedTask, check_tasks, load_task
@@ -108,6 +109,7 @@ def _check_folder(folder: Path, named: str, path: str) -> None:
         return  # a repository: whether it is there takes a network to know
     if not (folder / "config.json").is_file():
         raise ConfigError(Problem(path, f"{named!r} has no config.json; give a folder in Hugging Face layout"))
+    check_vocabulary(str(folder), vocabulary_of(folder), path)
 
 
 def _check_first_task(dataset: Sequence[Any], name: str, formatters: Sequence[Any], folders: Sequence[Path]) -> None:

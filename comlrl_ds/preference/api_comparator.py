@@ -294,7 +294,6 @@ class Asking(Iterator[tuple[int, APIAnswer | APIFailure]]):
             self._error = ComparatorAPIError(f"{counts}, {why}; the last: {reason}{self._remedy(fault)}")
             self._stop.set()
 
-
     def _remedy(self, fault: Fault) -> str:
         """What to do about a refusal that has to do with the key, after the reason."""
         if fault.status not in OF_THE_KEY:

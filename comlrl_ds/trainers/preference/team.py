@@ -11,6 +11,7 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.config.madpo import MADPOConfig
+from comlrl_ds.config.model_files import check_vocabulary
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.config.task import check_tasks
@@ -189,6 +190,8 @@ def set_up_team(
             if source not in loaded:
                 loaded[source] = found.of(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
+        if given[i] is not None:
+            found.of(partial(check_vocabulary, source, given[i].get_vocab(), f"agents.{i}.model"))
     checked = found.of(lambda: check_formatters(formatters, args.num_agents))
     adapter = check_adapter(adapter)
     oracle = None
