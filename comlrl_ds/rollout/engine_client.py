@@ -33,7 +33,7 @@ class WeightCalls:
     """
 
     def __init__(self, name: str, connection: Connection | None, timeout_s: float, ended: Callable[[], str]) -> None:
-        self.name, self.connection, self._timeout_s, self._ended = name, connection, timeout_s, ended
+        self.name, self.connection, self.timeout_s, self._ended = name, connection, timeout_s, ended
 
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
@@ -61,8 +61,8 @@ class WeightCalls:
 
     def reply(self) -> tuple[str, Any]:
         assert self.connection
-        if not self.connection.poll(self._timeout_s):
-            raise RolloutError(f"{self.name} has not answered for {self._timeout_s:.0f} s (rollout.timeout_s)")
+        if not self.connection.poll(self.timeout_s):
+            raise RolloutError(f"{self.name} has not answered for {self.timeout_s:.0f} s (rollout.timeout_s)")
         tick()
         try:
             kind, value = hear(self.connection)
@@ -173,7 +173,7 @@ class VLLMRollout(EngineClient):
             return
         self.probe = self.child.wait_ready()["probe"] if self.child else probe or []
         try:
-            self.connection = self.calls.connection = self.address.connect(self._identity)
+            self.connection = self.calls.connection = self.address.connect(self._identity, self.calls.timeout_s)
         except (OSError, EOFError) as error:
             raise RolloutError(f"{self.name} cannot be reached: {error}") from None
 

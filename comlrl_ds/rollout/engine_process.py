@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,9 @@ from typing import Any
 from comlrl_ds.cluster.channel import hear, tell
 from comlrl_ds.cluster.progress import tick
 from comlrl_ds.rollout.base import RolloutError
+
+# What a child has for ending by itself.
+END_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,30 @@ class EngineAddress:
     transport: str = "host"
     url: str = ""
 
-    def connect(self, identity: str) -> Connection:
-        """A connection for this process, which is on the machine `identity`."""
-        near = identity == self.identity
-        return Client(self.local if near else (self.host, self.port), authkey=bytes.fromhex(self.key))
+    def connect(self, identity: str, timeout_s: float) -> Connection:
+        """A connection for this process, which is on the machine `identity`.
+
+        Raises:
+            OSError, EOFError: none was made; TimeoutError: the engine does not answer.
+        """
+        place = self.local if identity == self.identity else (self.host, self.port)
+        made: queue.SimpleQueue[Connection | Exception] = queue.SimpleQueue()
+
+        def meet() -> None:
+            try:
+                made.put(Client(place, authkey=bytes.fromhex(self.key)))
+            except Exception as error:  # handed to whoever waits
+                made.put(error)
+
+        # A stopped engine accepts a connection and never says a word, for which a client would wait without end.
+        threading.Thread(target=meet, daemon=True, name="connect").start()
+        try:
+            found = made.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"it has not answered for {timeout_s:.0f} s") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 class EngineProcess:
@@ -66,6 +91,7 @@ class EngineProcess:
     ) -> None:  # fmt: skip
         self.source = str(settings["llm"]["model"])
         self._start_timeout_s = start_timeout_s
+        self._end_by: float | None = None
         self._log = getattr(log, "name", None)
         # The key travels through the pipe, not through argv or environment.
         self.local, self.key = f"\0comlrl-{os.getpid()}-{secrets.token_hex(6)}", secrets.token_hex(16)
@@ -125,12 +151,20 @@ class EngineProcess:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return how + (f" (its output: {self._log})" if self._log else "")
 
-    def shutdown(self) -> None:
+    def ask_to_end(self) -> None:
+        """Begins the end, so that several engines end at the same time; `shutdown` waits for it."""
+        if self._end_by is None:
+            self._end_by = time.monotonic() + END_S
         if self.process.stdin and not self.process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()  # its watcher ends it
+
+    def shutdown(self) -> None:
+        """Ends the child; one that does not end by itself in time is killed."""
+        self.ask_to_end()
+        assert self._end_by is not None
         try:
-            self.process.wait(10)
+            self.process.wait(max(0.0, self._end_by - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

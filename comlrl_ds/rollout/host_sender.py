@@ -98,11 +98,17 @@ def send_to_all(
     chunk: list[tuple[str, Tensor]] = []
     used = total = 0
     with ThreadPoolExecutor(len(senders)) as threads:
+        sent = "before any parameter was sent"
 
         def every(act: Any) -> list[Any]:
-            return list(threads.map(act, senders)) if len(senders) > 1 else [act(senders[0])]
+            try:
+                return list(threads.map(act, senders)) if len(senders) > 1 else [act(senders[0])]
+            except RolloutError as error:
+                raise RolloutError(f"weight sync of {name}: {error}, {sent}") from error
 
         def flush() -> None:
+            nonlocal sent
+            sent = f"the last parameter sent being {chunk[-1][0]}"
             described = outbox.fill(chunk)
             more = {"tensors": described} | ({"base": base} if base else {})
             every(lambda s: s.client.update_weights(outbox.place(s.far is not None, s.far or "") | more))

@@ -296,6 +296,7 @@ class Engines:
             return  # the other ranks may have left; their engines go with them
         roles = [role for p in self._places if (role := engine_role(p)) in self._cluster.placed]
         with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
+            self._cluster.run({role: call(EngineProcess.ask_to_end) for role in roles})
             self._cluster.run({role: call(EngineProcess.shutdown) for role in roles})
             self._cluster.drop(roles)
 

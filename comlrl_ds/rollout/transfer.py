@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 class WeightHolder(Protocol):
     """An actor's engine, as far as a sync goes. Passing over the weights is a collective of its ranks."""
+
+    name: str
 
     @property
     def rank(self) -> int: ...
@@ -89,8 +92,14 @@ def _send_live(
         for _ in holder.named_weights(weights):
             pass
         return []
-    senders = [_sender(t, chunk_bytes) for t in targets]
-    results = send_to_all(senders, name, key, holder.named_weights(weights), _outbox(), base)
+    who = f"{name} ({holder.name})"
+    try:
+        # At the same time: those that do not answer cost the time-out once.
+        with ThreadPoolExecutor(len(targets)) as threads:
+            senders = list(threads.map(lambda t: _sender(t, chunk_bytes), targets))
+    except RolloutError as error:
+        raise RolloutError(f"weight sync of {who}: {error}, before any parameter was sent") from error
+    results = send_to_all(senders, who, key, holder.named_weights(weights), _outbox(), base)
     return [
         {"seconds": report.seconds, "bytes": report.bytes, "manifest": s.manifest, "probe": probe}
         for s, (report, probe) in zip(senders, results)
@@ -118,10 +127,10 @@ def _calls(target: dict[str, Any]) -> WeightClient:
         _CALLS[address.key] = HTTPCalls(address.url, target["timeout_s"], target["probe"])
     if address.key not in _CALLS:
         name = f"engine {address.index} for {address.source}"
-        end = time.monotonic() + 30
+        end = time.monotonic() + min(30.0, target["timeout_s"])
         while True:
             try:
-                connection = address.connect(this_identity())
+                connection = address.connect(this_identity(), target["timeout_s"])
                 break
             except (OSError, EOFError) as error:
                 if time.monotonic() > end:
