@@ -11,7 +11,7 @@ from typing import Any
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.references import is_path
 from comlrl_ds.rollout.adapters import CONFIG_FILE, base_of
-from comlrl_ds.rollout.disk import check_loading, weight_files
+from comlrl_ds.rollout.disk import load_model, weight_files
 
 
 def local_folder(source: str, path: str) -> str:
@@ -70,13 +70,16 @@ def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:
     """Ids that end a completion: every EOS of the tokenizer, of generation_config.json and of config.json (0 is one, too).
 
     Raises:
-        ConfigError: a file whose eos_token_id is neither an id nor a list of ids.
+        ConfigError: a file that is no JSON object, or whose eos_token_id is neither an id nor a list of ids.
     """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("generation_config.json", "config.json"):
         file = Path(source) / name
-        content = json.loads(file.read_text()) if file.is_file() else {}
-        for section in (content, content.get("text_config") or {}):
+        content = _json_object(file) if file.is_file() else {}
+        text = content.get("text_config") or {}
+        if not isinstance(text, dict):
+            raise ConfigError(Problem("", f"{file}: text_config is {text!r}, which is no object"))
+        for section in (content, text):
             listed = section.get("eos_token_id")
             listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
             for value in listed:
@@ -84,6 +87,16 @@ def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:
                     raise ConfigError(Problem("", f"{file}: eos_token_id holds {value!r}; write token ids, from 0"))
             ids |= set(listed)
     return tuple(sorted(ids))
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(Problem("", f"{file} is not JSON: {error}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(Problem("", f"{file} holds {content!r}, which is no JSON object"))
+    return content
 
 
 def load_causal_lm(
@@ -115,21 +128,16 @@ def _load(kind: Any, source: str, dtype: str, attention: str | None, dropout: bo
 
     import torch
     from transformers import AutoConfig
-    from transformers.utils import logging
 
     from comlrl_ds.engines.dropout import clear_rates, silence
 
-    logging.disable_progress_bar()
     original = AutoConfig.from_pretrained(source)
     config = copy.deepcopy(original)
     if not dropout:
         # Code that calls dropout as a function reads the rate from here: when it is built, or in each forward.
         clear_rates(config)
     with _partitioned(original, zero3_config):
-        model, said = kind.from_pretrained(
-            source, config=config, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
-        )
-    check_loading(source, said)
+        model = load_model(kind, source, config=config, dtype=getattr(torch, dtype), attn_implementation=attention)
     model.config.use_cache = False
     if not dropout:
         silence(model, original)

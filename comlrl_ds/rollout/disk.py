@@ -135,16 +135,33 @@ def _parameters(source: str) -> tuple[dict[str, tuple[int, ...]], set[str]]:
 
 def _loaded(source: str) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
+
+    return {name: p.detach() for name, p in load_model(AutoModelForCausalLM, source, dtype="auto").named_parameters()}
+
+
+def load_model(kind: Any, source: str, **options: Any) -> Any:
+    """A model as transformers loads it from a folder, with nothing taken from the folder's generation settings.
+
+    transformers refuses folders whose generation settings contradict each other, though nothing here samples by them: the
+    model gets plain ones in their place.
+
+    Args:
+        kind: an auto class of transformers, such as AutoModelForCausalLM. options: of its `from_pretrained`.
+
+    Raises:
+        WeightsError: transformers cannot load the folder, or would start a parameter at random.
+    """
+    from transformers import GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        model, said = AutoModelForCausalLM.from_pretrained(source, dtype="auto", output_loading_info=True)
+        model, said = kind.from_pretrained(source, generation_config=GenerationConfig(), output_loading_info=True, **options)
     except Exception as error:  # whatever transformers and its readers raise for files that they cannot take
         line = " ".join(str(error).split())
         raise WeightsError(f"the weights in {source!r} cannot be loaded: {type(error).__name__}: {line}") from error
     check_loading(source, said)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return model
 
 
 def check_loading(source: str, said: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from comlrl_ds.rollout.base import (
     Sampling,
     SyncReport,
 )
-from comlrl_ds.rollout.disk import check_loading, tensors_on_disk
+from comlrl_ds.rollout.disk import load_model, tensors_on_disk
 
 
 class TransformersRollout(RolloutEngine):
@@ -35,13 +35,9 @@ class TransformersRollout(RolloutEngine):
 
     def __init__(self, source: str, *, dtype: torch.dtype, batch_size: int = 64, device: str = "cpu") -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
-        from transformers.utils import logging
 
-        logging.disable_progress_bar()
         self.source = self.held = source
-        model, said = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
-        check_loading(source, said)
-        self._model: Any = model.eval().to(device)
+        self._model: Any = load_model(AutoModelForCausalLM, source, dtype=dtype).eval().to(device)
         # `generate` takes whatever a call leaves open from here, and so from the folder's files: nothing is inherited.
         self._model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
         self._batch_size, self._device = batch_size, device
