@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
+from comlrl_ds.config.model_files import check_vocabulary
 from comlrl_ds.config.references import is_path
 from comlrl_ds.rollout.adapters import CONFIG_FILE, base_of
 from comlrl_ds.rollout.disk import load_model, weight_files
@@ -56,14 +57,20 @@ def adapted_base(folder: str, path: str) -> str:
 
 
 def load_tokenizer(source: str, path: str) -> Any:
-    """The tokenizer beside a model."""
+    """The tokenizer beside a model, for whose every token the model has an embedding.
+
+    Raises:
+        ConfigError: there is none, or it knows tokens that the model does not.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(Problem(path, f"no tokenizer in {source!r}: {first}")) from None
+    check_vocabulary(source, tokenizer.get_vocab(), path)
+    return tokenizer
 
 
 def stop_ids(source: str, tokenizer: Any) -> tuple[int, ...]:

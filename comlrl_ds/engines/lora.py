@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.rollout.adapters import PEFT_PREFIX, WEIGHTS_FILE
+from comlrl_ds.rollout.disk import mark_of, weight_files
 from comlrl_ds.runs.failure import writing
 
 # The adapter that learns, and the one that it started from, where it is not zero.
@@ -55,6 +57,8 @@ def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, drop
             part[ADAPTER].requires_grad_(True)
             if settings.adapter:
                 part[START].requires_grad_(False)
+    # Kept in saved adapters, which are right on no other weights.
+    config.base_mark = mark_of(source) if weight_files(Path(source)) else ""
     model.lora_config = config
 
 
@@ -123,6 +127,25 @@ def anchored(model: nn.Module) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
+# Beside an adapter: the hash of its base's files when it learned (`mark_of`).
+BASE_FILE = "comlrl_ds_base.json"
+
+
+def mark_of_base(folder: Path) -> str:
+    """The hash that stands beside an adapter of its base; empty where the folder was written by something else.
+
+    Raises:
+        ConfigError: the file is not what `save_adapter` writes.
+    """
+    file = folder / BASE_FILE
+    if not file.is_file():
+        return ""
+    try:
+        return str(json.loads(file.read_text())["mark"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(Problem(str(file), "holds no hash of the adapter's base; save the adapter again")) from None
+
+
 def save_adapter(config: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     """Writes a PEFT folder.
 
@@ -136,6 +159,8 @@ def save_adapter(config: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     with writing(folder):
         config.save_pretrained(folder)
         save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        if mark := getattr(config, "base_mark", ""):
+            (folder / BASE_FILE).write_text(json.dumps({"mark": mark}) + "\n")
 
 
 def _read(folder: str) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from comlrl_ds.cluster.placement import comparator_roles, deepspeed_of, resolve_
 from comlrl_ds.config.errors import ConfigError, Findings, Problem
 from comlrl_ds.config.madpo import DROPOUT_NOTE
 from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.config.model_files import model_folder
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RunFile
 from comlrl_ds.engines.ds_config import EnginePlan, TrainerNumbers, plan_engine, read_deepspeed
@@ -35,8 +36,10 @@ from comlrl_ds.planning.estimate import Memory, Work
 from comlrl_ds.planning.model_shapes import ModelShape, shape_of_model
 from comlrl_ds.planning.role_models import agent_models, check_adapters, learning_of, model_of
 from comlrl_ds.planning.tables import EdgeRow, GroupMemory, HostMemory, Plan, RoleRow
+from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.start import engine_places
+from comlrl_ds.rollout.vllm_models import check_head_size
 
 # Roles of each trainer besides rollout; those of PER_AGENT exist once for each agent.
 ROLES: dict[str, tuple[str, ...]] = {"madpo": ("actor",), "madpo_iter": ("actor",)}
@@ -88,6 +91,14 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
         fields = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
         resolve = partial(resolve_placement, run_file.placement, slots, agents=team, roles=[*roles, *others], devices=fields)
         layout = found.of(partial(resolve, device_kind=machine.kind))
+    if machine:
+        folders = [str(folder) for source, _ in agents if (folder := model_folder(source))]
+        for i, (source, _) in enumerate(agents):
+            if folder := model_folder(source):
+                found.of(partial(check_head_size, run_file.rollout, machine.kind, str(folder), f"agents.{i}.model"))
+        if has_lora and len(folders) == team:
+            loras = [lora for _, lora in agents]
+            found.of(partial(adapter_room, run_file.rollout, machine.kind, folders, loras, comparators=False))
     engines: list[EnginePlace] | None = None
     if layout and machine and not whole_weights:
         sources = [source for source, _ in agents]

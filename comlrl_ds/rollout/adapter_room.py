@@ -11,6 +11,7 @@ from comlrl_ds.config.lora_layers import lora_layers
 from comlrl_ds.config.run_file import RolloutConfig
 from comlrl_ds.rollout.adapters import WEIGHTS_FILE
 from comlrl_ds.rollout.engine_settings import VLLM_RANKS, AdapterRoom
+from comlrl_ds.rollout.vllm_models import WITHOUT_ADAPTERS, architecture_of
 
 
 def adapter_room(
@@ -39,6 +40,9 @@ def _room(
 ) -> tuple[AdapterRoom | None, str]:
     if config.backend != "vllm" or config.urls:
         return None, "only vLLM engines of the run's own hold adapters"
+    for i, source in enumerate(sources):
+        if (kind := architecture_of(source)) in WITHOUT_ADAPTERS:
+            return None, f"vLLM holds no adapters beside a {kind}, which agent {i} is"
     if config.sleep_level == 2:
         return None, "at rollout.sleep_level 2 engines that sleep lose their base"
     if len(set(sources)) > 1:

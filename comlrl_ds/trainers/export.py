@@ -218,9 +218,12 @@ def _whole(section: Mapping[str, Any], agent: int, source: _Source) -> Fill:
 
 
 def _adapter(section: Mapping[str, Any], agent: int, source: _Source, merge: bool, dropout_off: bool) -> Fill:
+    from comlrl_ds.engines.lora import mark_of_base
+
     base, ended = _base(section, agent), source.checkpoint is None
     marks = source.checkpoint.state.get("bases", {}) if source.checkpoint else {}
-    if marks.get(actor_role(agent)) not in (None, mark_of(str(base))):
+    mark = marks.get(actor_role(agent)) or (mark_of_base(source.folder) if ended else "")
+    if mark and mark != mark_of(str(base)):
         message = f"{str(base)!r} has other weights than when {source.folder} was saved, whose adapter is for those"
         raise ConfigError(Problem(f"agents.{agent}.model", f"{message}; put the base of then there"))
     settings = LoraSettings(adapter=str(source.folder)) if ended else LoraSettings(**section["lora"])

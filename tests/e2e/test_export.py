@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comlrl_ds.cli import main
 from comlrl_ds.cluster import call
+from comlrl_ds.config.errors import ConfigError
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.rollout.adapters import adapter_on_disk, merged
 from comlrl_ds.trainers.export import export_policy
@@ -112,6 +113,11 @@ def test_a_checkpoints_policies_are_the_live_ones(tmp_path, stage, tied):
     assert any(f"agent 0 from {ended / 'agent_0'}" in line for line in lines)
     assert any("adapter in float32, 28 tensors" in line for line in lines)
     assert f"note: {newest} was written later; --checkpoint {newest} takes that" in lines
+    save_tiny_model(base, 7, tied=tied)  # other weights in the same place
+    for merge in (False, True):
+        with pytest.raises(ConfigError, match="has other weights than when"):
+            export_policy(tmp_path / "run", 1, merge=merge, out=tmp_path / f"other{merge}", say=str)
+        assert not (tmp_path / f"other{merge}").exists()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -45,8 +45,8 @@ class HalvedLogits(LlamaForCausalLM):
 
 def llama_config(vocab: int = VOCAB, layers: int = 2, attn: str = "sdpa", std: float = 0.2, tied: bool = False) -> Any:
     return LlamaConfig(
-        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=std, tie_word_embeddings=tied,
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=std, tie_word_embeddings=tied,
         bos_token_id=1, eos_token_id=2, attn_implementation=attn,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from comlrl_ds.preference.teams import agent_name
 from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.start import engine_places
+from comlrl_ds.rollout.vllm_models import check_head_size
 from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
@@ -162,6 +163,7 @@ class PreferenceTrainer:
         if sources is not None:
             for i, (source, own) in enumerate(zip(sources, self.lora)):
                 found.of(partial(check_lora, source, Path(source), own, f"agents.{i}.lora"))
+                found.of(partial(check_head_size, self.rollout, self._settings.device, source, f"agents.{i}.model"))
             found.of(partial(adapter_room, self.rollout, self._settings.device, sources, self.lora, comparators=False))
             parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
             setup = found.of(partial(set_up_team, *parts, centralized_comparator_adapter))

@@ -190,7 +190,7 @@ def set_up_team(
             if source not in loaded:
                 loaded[source] = found.of(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
-        if given[i] is not None:
+        else:
             found.of(partial(check_vocabulary, source, given[i].get_vocab(), f"agents.{i}.model"))
     checked = found.of(lambda: check_formatters(formatters, args.num_agents))
     adapter = check_adapter(adapter)
