@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,8 +132,6 @@ def load_backbone(
 
 
 def _load(kind: Any, source: str, dtype: str, attention: str | None, dropout: bool, zero3_config: dict[str, Any] | None) -> Any:
-    import copy
-
     import torch
     from transformers import AutoConfig
 

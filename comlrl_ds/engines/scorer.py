@@ -133,11 +133,13 @@ def fit_to_model(scorer: Scorer, score: Any, layout: Layout | str, tolerance: fl
     scorer.whole_logits = True
     check_silenced(scorer.lm, lambda: score(rows), device)
     with still(scorer):
-        return _probed(scorer, score, layout, tolerance, device, group)
+        return _probed(scorer, score, layout, tolerance, rows, pack([group], "shared").to(device))
 
 
-def _probed(scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, device: str, group: Completions) -> Layout:
-    rows = pack([group], "rows").to(device)
+def _probed(
+    scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, rows: MicroBatch, shared: MicroBatch
+) -> Layout:  # fmt: skip
+    """The same with the probe in both layouts, for a model that computes without dropout."""
     own = score(rows)
     scorer.whole_logits = False
     try:
@@ -151,7 +153,6 @@ def _probed(scorer: Scorer, score: Any, layout: Layout | str, tolerance: float, 
         if layout == "shared":
             raise ValueError("args.row_layout: this model's attention takes no mask of ours; write auto or rows")
         return "rows"
-    shared = pack([group], "shared").to(device)
     try:
         fits = (score(shared) - own).abs().max().item() <= tolerance
     except (AttributeError, TypeError, RuntimeError, ValueError):

@@ -92,13 +92,14 @@ def plan_run(run_file: RunFile, base: Path, *, hostfile: Path | None = None, dev
         resolve = partial(resolve_placement, run_file.placement, slots, agents=team, roles=[*roles, *others], devices=fields)
         layout = found.of(partial(resolve, device_kind=machine.kind))
     if machine:
-        folders = [str(folder) for source, _ in agents if (folder := model_folder(source))]
-        for i, (source, _) in enumerate(agents):
-            if folder := model_folder(source):
+        folders = [model_folder(source) for source, _ in agents]
+        here = [str(folder) for folder in folders if folder]
+        for i, folder in enumerate(folders):
+            if folder:
                 found.of(partial(check_head_size, run_file.rollout, machine.kind, str(folder), f"agents.{i}.model"))
-        if has_lora and len(folders) == team:
+        if has_lora and len(here) == team:
             loras = [lora for _, lora in agents]
-            found.of(partial(adapter_room, run_file.rollout, machine.kind, folders, loras, comparators=False))
+            found.of(partial(adapter_room, run_file.rollout, machine.kind, here, loras, comparators=False))
     engines: list[EnginePlace] | None = None
     if layout and machine and not whole_weights:
         sources = [source for source, _ in agents]

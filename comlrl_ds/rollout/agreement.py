@@ -13,12 +13,12 @@ a token of a mixture now and then goes to another expert.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from comlrl_ds.config.model_files import config_of
 from comlrl_ds.rollout.base import RolloutError
 
 # Twice ε, and so more than four times what was measured. float32 has room to spare: 128 ε still sees what no other type can.
@@ -39,7 +39,7 @@ class Reference:
 
 def layers_of_model(source: str) -> int:
     """Number of layers that a model folder's config states; 1 where it states none, which is the strictest."""
-    config = json.loads((Path(source) / "config.json").read_text())
+    config = config_of(Path(source))
     config = config.get("text_config", config)
     return next((int(config[k]) for k in ("num_hidden_layers", "n_layer", "num_layers") if config.get(k)), 1)
 
