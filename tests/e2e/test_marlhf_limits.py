@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from marlhf_runs import rows, sampled, trainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tasks_for_tests import letters
 from tiny import tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -59,6 +60,24 @@ def test_scores_that_stay_nonfinite_end_the_run_and_name_agent_and_task(tmp_path
         start = load_file(tiny_model / "model.safetensors")
         for role in ("actor.0", "actor.1"):
             assert all(torch.equal(start[n], p) for n, p in t.cluster.local(role).named_weights())
+
+
+@pytest.mark.parametrize("args", [{}, {"rl_algorithm": "iac"}, {"reference_kl_enabled": True}], ids=str)
+def test_a_weight_that_is_not_finite_names_agent_and_update(tmp_path, tiny_model, args):
+    """The folder itself is broken: what is sampled from it, its log-probs and its KL are NaN, and no file chokes on them."""
+    folder = shutil.copytree(tiny_model, tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][0, 0] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    run = tmp_path / "run"
+    with (
+        trainer(
+            run, tiny_model, agent_model=None, agents=[str(tiny_model), str(folder)], args={"max_nonfinite_steps": 2} | args
+        ) as t,
+        pytest.raises(NonFiniteError, match=r"^update 2 skipped on every agent: a number of agent 1 is not finite \(task \d"),
+    ):
+        t.train()
+    assert [step["train/nonfinite_steps"] for step in rows(run, "rl/loss/agent_1")] == [1, 2]
 
 
 def test_the_run_goes_on_after_a_nonfinite_step(tmp_path, tiny_model):

@@ -264,7 +264,7 @@ NO_SCORES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("returned", NO_SCORES, ids=str)
+@pytest.mark.parametrize("returned", NO_SCORES, ids=lambda returned: type(returned).__name__)
 def test_anything_but_one_number_names_function_file_and_task(returned, monkeypatch):
     monkeypatch.setitem(globals(), "RETURNED", [returned])
     line = scored.__code__.co_firstlineno
