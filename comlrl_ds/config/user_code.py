@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import numbers
 import traceback
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 
 class UserCodeError(RuntimeError):
-    """A function of the user's raised an exception; names the function, its file, and where it was called."""
+    """A function of the user's raised an exception, or returned what cannot be used; names the function, its file, and where
+    it was called.
+    """
 
 
 def described(function: Any) -> str:
@@ -57,3 +62,35 @@ def raised(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = next((f for f in reversed(frames) if f.filename != __file__ and not f.filename.startswith("<")), None)
     return f"{text} ({Path(last.filename).name}, line {last.lineno})" if last else text
+
+
+def shortened(value: Any) -> str:
+    """The type and the content of a value, for a message."""
+    shown = " ".join(repr(value).split())
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def number_in(returned: Any) -> float | None:
+    """The one number that a value is, or that a list, an array or a tensor holds; None where there is none, or are several.
+
+    NaN and infinities are numbers.
+    """
+    parts = returned if isinstance(returned, list | tuple) else [returned]
+    found = [number for part in parts for number in _elements(part)]
+    if len(found) != 1 or not isinstance(found[0], numbers.Real | Decimal):
+        return None
+    number: Any = found[0]
+    try:
+        return float(number)
+    except OverflowError:  # a whole number beyond every float
+        return math.inf if number > 0 else -math.inf
+
+
+def _elements(value: Any) -> list[Any]:
+    """The numbers of a tensor, an array or a scalar of theirs; anything else as it is."""
+    if not hasattr(value, "tolist"):
+        return [value]
+    listed = value.tolist()
+    while isinstance(listed, list) and any(isinstance(x, list) for x in listed):
+        listed = [x for row in listed for x in (row if isinstance(row, list) else [row])]
+    return listed if isinstance(listed, list) else [listed]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
-from comlrl_ds.config.user_code import UserCodeError, call_user, described
+from comlrl_ds.config.user_code import UserCodeError, call_user, described, number_in, shortened
 
 
 class OracleError(RuntimeError):
@@ -118,28 +116,10 @@ def _one_number(returned: Any, function: Any, what: str, where: str) -> float:
     Raises:
         OracleResultError: it is none, or there are more.
     """
-    parts = returned if isinstance(returned, list | tuple) else [returned]
-    found = [number for part in parts for number in _elements(part)]
-    if len(found) == 1 and isinstance(found[0], numbers.Real | Decimal):
-        return _as_float(found[0])
-    shown = repr(returned)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    raise OracleResultError(
-        f"{where}: the {what} {described(function)} returned {type(returned).__name__} {shown} for one joint response;"
-        " return one number, or a list of one"
-    )
-
-
-def _elements(value: Any) -> list[Any]:
-    """The numbers of a tensor, an array or a scalar of theirs; anything else as it is."""
-    if not hasattr(value, "tolist"):
-        return [value]
-    listed = (value.detach() if hasattr(value, "detach") else value).reshape(-1).tolist()
-    return listed if isinstance(listed, list) else [listed]
-
-
-def _as_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number beyond every float
-        return math.inf if value > 0 else -math.inf
+    number = number_in(returned)
+    if number is None:
+        raise OracleResultError(
+            f"{where}: the {what} {described(function)} returned {shortened(returned)} for one joint response;"
+            " return one number, or a list of one"
+        )
+    return number

@@ -132,17 +132,23 @@ def agent_metric(name: str, agent: int) -> str:
     return f"{name}/agent_{agent}"
 
 
-def _declared(name: str) -> bool:
+# What an eval_aggregator or a metrics_callback returns has the user's names.
+OF_THE_USER = ("eval/", "rl/callback/")
+_OF_EVERY_LINE = ("update", "env_step", "time")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name is a declared metric's, or one that every line has."""
     parent, _, last = name.rpartition("/")
     word, _, number = last.rpartition("_")
     generic = f"{parent}/{word}_i" if word in ("agent", "round") and number.isdigit() else name
-    return generic in METRICS or (
-        name.startswith(("eval/", "rl/callback/")) and not name.endswith("/")
-    )  # what an eval_aggregator or a metrics_callback returns has the user's names
+    return generic in METRICS or name in _OF_EVERY_LINE
 
 
 class Metrics:
-    """Appends one JSON object per call: {"update", "env_step", "time", …metrics}. Unknown names are refused."""
+    """Appends one JSON object per call: {"update", "env_step", "time", …metrics}. Unknown names are refused, but the user's own
+    under eval/.
+    """
 
     def __init__(self, file: Path | None, trackers: list[Any] | None = None) -> None:
         self._file = file
@@ -160,7 +166,7 @@ class Metrics:
 
     def write(self, update: int, env_step: int, values: Mapping[str, float]) -> None:
         """Values are finite numbers, or NaN and infinity, which are written as null."""
-        unknown = [name for name in values if not _declared(name)]
+        unknown = [n for n in values if n in _OF_EVERY_LINE or not (is_ours(n) or n.startswith(OF_THE_USER))]
         if unknown:
             raise KeyError(f"undeclared metric {unknown[0]!r}; declare it in comlrl_ds/runs/metrics.py")
         if self._file is not None:

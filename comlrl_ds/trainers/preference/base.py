@@ -28,6 +28,7 @@ from comlrl_ds.preference.evaluation import Evaluation, evaluation_of, write_sam
 from comlrl_ds.preference.prompts import JointPrompt, PromptBuilder
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.preference.teams import agent_name
+from comlrl_ds.preference.user_metrics import EvaluationUser, UserMetrics, moved_line
 from comlrl_ds.rollout.adapter_room import adapter_room
 from comlrl_ds.rollout.base import Sampling
 from comlrl_ds.rollout.start import engine_places
@@ -69,7 +70,7 @@ class PreferenceTrainer:
         centralized_comparator_adapter: joins role prompts and takes joint answers apart, where one model writes every role;
             None: the tagged one.
         wandb_config: of it only the output folder and `config_sections.output.verbose` are used; see `report_to`.
-        eval_logger, eval_aggregator: both together add metrics to an evaluation.
+        eval_logger, eval_aggregator: both together add metrics to an evaluation (`EvaluationUser.metrics`).
         args: the settings.
         placement: device groups and the roles on them; None puts every role on all ranks.
         rollout: how completions are sampled. deepspeed: a DeepSpeed file or dict for every actor.
@@ -112,6 +113,7 @@ class PreferenceTrainer:
         self._session: Session | None = None
         self._reporter: Reporter | None = None
         self.evaluations: list[tuple[str, Evaluation]] = []
+        self._moved: set[str] = set()  # metrics of the user's that were named otherwise
         if not self.cluster.is_main:
             self.args = args or self.config_class(num_agents=len(agents) if agents is not None else num_agents)
             return
@@ -156,8 +158,7 @@ class PreferenceTrainer:
             found.of(
                 partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device, swaps=any(self.lora))
             )
-        if (eval_logger is None) != (eval_aggregator is None):
-            found.add("eval_logger", "eval_logger and eval_aggregator go together; give both or none")
+        self._eval_user = found.of(partial(EvaluationUser.read, eval_logger, eval_aggregator)) or EvaluationUser()
         sources = found.of(partial(self._resolve, listed, tokenizer))
         setup = None
         if sources is not None:
@@ -177,7 +178,6 @@ class PreferenceTrainer:
         found.raise_any()
         assert plans and setup and layout
         self.plans, self.setup, self.layout = plans, setup, layout
-        self._eval_user = (eval_logger, eval_aggregator)
         self.run_dir.check_same(self._resolved_config())
 
     # --- evaluation and saving
@@ -370,13 +370,12 @@ class PreferenceTrainer:
         self.reporter.log({"rollout/logprob_gap": math.fsum(gaps) / len(gaps)})
 
     def _user_metrics(self, sampled: Sequence[SampledItem]) -> dict[str, float]:
-        """Metrics of `eval_logger` and `eval_aggregator`, under eval/."""
-        logger, aggregator = self._eval_user
-        if logger is None or aggregator is None or not sampled:
-            return {}
-        rows: list[Any] = []
-        for s in sampled:
-            turns = [[[text] for text in row] for row in s.texts]
-            items, prompts = [s.joint.item] * len(turns[0]), [s.joint.item.get("prompt", "")] * len(turns[0])
-            rows += logger(agent_completions_turns=turns, batch_items=items, prompts=prompts)
-        return {f"eval/{k}": float(v) for k, v in aggregator(rows, num_turns=1).items()}
+        """Metrics of the user's functions on an evaluation, under eval/."""
+        return self._said(self._eval_user.metrics(sampled), "eval_aggregator")
+
+    def _said(self, found: UserMetrics, what: str) -> dict[str, float]:
+        """The user's metrics; the first time that names of theirs are the trainer's, a line says so."""
+        if found.moved.keys() - self._moved:
+            self.display.say(moved_line(found, what))
+            self._moved |= found.moved.keys()
+        return found.values
