@@ -86,8 +86,25 @@ def task_at(dataset: Sequence[Any], index: int) -> Mapping[str, Any]:
 
 def as_sequence(dataset: Any, path: str) -> Sequence[Any] | None:
     """A dataset with a length and an index; what can only be walked is read into a list. None stays None."""
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, list(dataset)[:5]))
+        raise ConfigError(Problem(path, f"is a mapping of {names}; give a sequence of tasks, such as one of its values"))
     if dataset is None or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return dataset
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(Problem(path, f"gives {type(dataset).__name__}; it must give a sequence of mappings"))
     return call_user(list, dataset, what="dataset's", where=path)
+
+
+def as_list(value: Any, path: str, each: str) -> list[Any]:
+    """What the user gave as a list, one for each of something.
+
+    Args:
+        each: what one of them is for, such as "agent".
+
+    Raises:
+        ConfigError: a mapping, a text, or anything else that has no order.
+    """
+    if isinstance(value, str | bytes | Mapping | set | frozenset) or not hasattr(value, "__iter__"):
+        raise ConfigError(Problem(path, f"is a {type(value).__name__}; give a list, one per {each}, in the {each}s' order"))
+    return list(value)

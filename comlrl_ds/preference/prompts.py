@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from comlrl_ds.config.errors import ConfigError, Problem
-from comlrl_ds.config.task import task_at
+from comlrl_ds.config.task import as_list, task_at
 from comlrl_ds.config.user_code import UserCodeError, call_user
 from comlrl_ds.preference.tokenizing import PromptError, check_unicode, controls_in, open_ids, opening_ids
 
@@ -53,7 +53,7 @@ def check_formatters(formatters: Formatter | Sequence[Formatter] | None, num_age
     """One formatter per agent from what the user gave."""
     if formatters is None:
         return [default_formatter] * num_agents
-    listed = [formatters] * num_agents if callable(formatters) else list(formatters)
+    listed = [formatters] * num_agents if callable(formatters) else as_list(formatters, "formatters", "agent")
     if len(listed) != num_agents:
         raise ConfigError(Problem("formatters", f"{len(listed)} formatters for {num_agents} agents; give one, or {num_agents}"))
     for i, formatter in enumerate(listed):

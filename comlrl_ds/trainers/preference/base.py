@@ -37,12 +37,12 @@ from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
+from comlrl_ds.trainers.preference.handed_models import ModelCopies, folders_of, is_model
 from comlrl_ds.trainers.preference.reporting import Reporter, overlong_text
 from comlrl_ds.trainers.preference.session import Adapter, EngineSettings, Rates, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
     TeamSetup,
-    folders_of,
     read_agents,
     read_placement,
     set_up_team,
@@ -141,6 +141,7 @@ class PreferenceTrainer:
         self._resume, self._checkpoint_limit = resume, checkpoint_total_limit
         self._checkpoint_every = (checkpoint_interval, checkpoint_every_updates)
         self.display = Display(output.get("verbose", True) if verbose is None else verbose)
+        self._copies = ModelCopies(self.run_dir)
         found = Findings()
         found.of(self.run_dir.check)
         self.lora: list[LoraSettings | None] = found.of(partial(read_lora, lora, len(listed))) or [None] * len(listed)
@@ -159,26 +160,27 @@ class PreferenceTrainer:
                 partial(engine_places, self.rollout, layout, [""] * len(listed), self._settings.device, swaps=any(self.lora))
             )
         self._eval_user = found.of(partial(EvaluationUser.read, eval_logger, eval_aggregator)) or EvaluationUser()
-        sources = found.of(partial(self._resolve, listed, tokenizer))
-        setup = None
-        if sources is not None:
-            for i, (source, own) in enumerate(zip(sources, self.lora)):
-                found.of(partial(check_lora, source, Path(source), own, f"agents.{i}.lora"))
-                found.of(partial(check_head_size, self.rollout, self._settings.device, source, f"agents.{i}.model"))
-            found.of(partial(adapter_room, self.rollout, self._settings.device, sources, self.lora, comparators=False))
-            parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
-            setup = found.of(partial(set_up_team, *parts, centralized_comparator_adapter))
-        self.train_dataset: Any = found.of(partial(as_sequence, train_dataset, "train_dataset"))
-        self.eval_dataset: Any = found.of(partial(as_sequence, eval_dataset, "eval_dataset"))
-        for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
-            if dataset is not None and setup is not None:
-                found.of(partial(setup.try_first_prompt, dataset, name))
-        if setup is not None:
-            found.of(partial(self._check_more, setup))
-        found.raise_any()
-        assert plans and setup and layout
-        self.plans, self.setup, self.layout = plans, setup, layout
-        self.run_dir.check_same(self._resolved_config())
+        with self._copies:
+            sources = found.of(partial(self._resolve, listed, tokenizer))
+            setup = None
+            if sources is not None:
+                for i, (source, own) in enumerate(zip(sources, self.lora)):
+                    found.of(partial(check_lora, source, Path(source), own, f"agents.{i}.lora"))
+                    found.of(partial(check_head_size, self.rollout, self._settings.device, source, f"agents.{i}.model"))
+                found.of(partial(adapter_room, self.rollout, self._settings.device, sources, self.lora, comparators=False))
+                parts = (sources, tokenizer, formatters, reward_func, reward_processor, self.args, self.rollout)
+                setup = found.of(partial(set_up_team, *parts, centralized_comparator_adapter))
+            self.train_dataset: Any = found.of(partial(as_sequence, train_dataset, "train_dataset"))
+            self.eval_dataset: Any = found.of(partial(as_sequence, eval_dataset, "eval_dataset"))
+            for name, dataset in (("train_dataset", self.train_dataset), ("eval_dataset", self.eval_dataset)):
+                if dataset is not None and setup is not None:
+                    found.of(partial(setup.try_first_prompt, dataset, name))
+            if setup is not None:
+                found.of(partial(self._check_more, setup))
+            found.raise_any()
+            assert plans and setup and layout
+            self.plans, self.setup, self.layout = plans, setup, layout
+            self.run_dir.check_same(self._resolved_config())
 
     # --- evaluation and saving
     @conducted
@@ -222,7 +224,7 @@ class PreferenceTrainer:
             tokenizer.save_pretrained(target)
 
     def _notes(self) -> list[str]:
-        own = [] if self.args.disable_dropout else [DROPOUT_NOTE]
+        own = [*self._copies.notes, *([] if self.args.disable_dropout else [DROPOUT_NOTE])]
         return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes), *own]))
 
     # --- lifetime
@@ -306,10 +308,10 @@ class PreferenceTrainer:
         )  # fmt: skip
 
     def _resolve(self, listed: list[Any], tokenizer: Any) -> list[str]:
-        if tokenizer is None and any(hasattr(model, "save_pretrained") for model in listed):
+        if tokenizer is None and any(map(is_model, listed)):
             raise ConfigError(Problem("tokenizer", "required when agents are model objects"))
         names = [agent_name(i) for i in range(len(listed))]
-        return folders_of(listed, [f"agents.{i}.model" for i in range(len(listed))], names, self.run_dir.sources)
+        return folders_of(listed, [f"agents.{i}.model" for i in range(len(listed))], names, self._copies)
 
     def _described_agents(self) -> list[dict[str, Any]]:
         return [

@@ -13,6 +13,7 @@ from torch import Tensor
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
 from comlrl_ds.config.marlhf import MARLHFConfig
+from comlrl_ds.config.task import as_list
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.learners.scalar import ScalarLearner, ScalarStep, ValueFit
@@ -20,9 +21,10 @@ from comlrl_ds.maths.seeds import seed_of
 from comlrl_ds.preference.collection import SampledItem
 from comlrl_ds.preference.joint_text import JointText, critic_text, prompts_text
 from comlrl_ds.rollout.start import model_limits
+from comlrl_ds.trainers.preference.handed_models import ModelCopies, folders_of
 from comlrl_ds.trainers.preference.reward_learning import longest_text
 from comlrl_ds.trainers.preference.session import Session
-from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
+from comlrl_ds.trainers.preference.team import TeamSetup
 
 
 @dataclass
@@ -34,12 +36,12 @@ class CriticSources:
 
 
 def read_critic_sources(
-    args: MARLHFConfig, setup: TeamSetup, critic_model: Any, critics: Sequence[Any] | None, place: Path, is_object: bool
+    args: MARLHFConfig, setup: TeamSetup, critic_model: Any, critics: Sequence[Any] | None, copies: ModelCopies, is_object: bool
 ) -> CriticSources | None:
     """Where critics start from: `critics`, one each; else `critic_model`, `critic_model_name`, the actors' own models.
 
     Args:
-        place: folder for model objects. is_object: whether the actors are model objects, which have no source.
+        copies: of model objects. is_object: whether the actors are model objects, which have no source.
 
     Raises:
         ConfigError: with every problem.
@@ -51,6 +53,7 @@ def read_critic_sources(
             why = "use_separate_critic is off" if args.value_heads else f"{args.rl_algorithm} has no critic"
             raise ConfigError(Problem(path, f"given, but {why}; leave it out, or write rl_algorithm maac or iac"))
         return None
+    critics = None if critics is None else as_list(critics, "critics", "critic")
     if critics is not None and len(critics) != len(roles):
         raise ConfigError(Problem("critics", f"{len(critics)} for {len(roles)} critics of {args.rl_algorithm}"))
     name = critic_model if critic_model is not None else args.critic_model_name
@@ -59,7 +62,7 @@ def read_critic_sources(
         raise ConfigError(Problem("critic_model_name", "required when actors are model objects: the critics' backbone"))
     listed = [setup.sources[min(i, len(setup.sources) - 1)] if c is None else c for i, c in enumerate(listed)]
     path = "critics" if critics is not None else "critic_model_name"
-    folders = folders_of(listed, [path] * len(roles), [r.replace(".", "_") for r in roles], place)
+    folders = folders_of(listed, [path] * len(roles), [r.replace(".", "_") for r in roles], copies)
     if args.rl_algorithm == "iac":
         _check_room(args, setup, folders, path)
     tokenizer = _tokenizer(folders[0], setup)

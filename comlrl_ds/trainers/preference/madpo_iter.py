@@ -34,12 +34,13 @@ from comlrl_ds.trainers.preference.comparator import (
     comparator_name,
     set_up_comparator,
 )
+from comlrl_ds.trainers.preference.handed_models import folders_of
 from comlrl_ds.trainers.preference.madpo import MADPOTrainer
 from comlrl_ds.trainers.preference.remote import ask_api
 from comlrl_ds.trainers.preference.reporting import overlong_text
 from comlrl_ds.trainers.preference.saving import Progress
 from comlrl_ds.trainers.preference.session import policy_on_disk
-from comlrl_ds.trainers.preference.team import TeamSetup, folders_of
+from comlrl_ds.trainers.preference.team import TeamSetup
 
 
 class MADPOIterTrainer(MADPOTrainer):
@@ -63,7 +64,7 @@ class MADPOIterTrainer(MADPOTrainer):
         names, paths = [comparator_name(k) for k in range(len(models))], ["comparator_model_name"] * len(models)
         if args.comparator_agents is not None:
             paths = [f"comparator_agents.{k}" for k in range(len(models))]
-        folders = folders_of(models, paths, names, self.run_dir.sources)
+        folders = folders_of(models, paths, names, self._copies)
         self.comparator = set_up_comparator(args, setup, self.rollout, folders)
         self._reward_range = check_reward_range(setup.oracle.reward_func) if args.log_reward_distribution else None
         if self.train_dataset is not None:

@@ -68,11 +68,9 @@ class RewardAndPolicyLearning(Base):
     def _check_more(self, setup: TeamSetup) -> None:
         super()._check_more(setup)
         args = self.args
-        is_object = setup.sources[0].startswith(str(self.run_dir.sources))
+        is_object = self._copies.holds(setup.sources[0])
         self._reward_source = read_reward_source(args, setup, is_object)
-        self._critic_sources = read_critic_sources(
-            args, setup, self._critic_model, self._critic_list, self.run_dir.sources, is_object
-        )
+        self._critic_sources = read_critic_sources(args, setup, self._critic_model, self._critic_list, self._copies, is_object)
         scalars = [(self._reward_source.folder, args.reward_lora, "args.reward_lora")]
         critics = dict.fromkeys(self._critic_sources.folders if self._critic_sources else [])
         scalars += [(folder, args.critic_lora, "args.critic_lora") for folder in critics]

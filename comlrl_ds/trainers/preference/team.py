@@ -14,7 +14,7 @@ from comlrl_ds.config.madpo import MADPOConfig
 from comlrl_ds.config.model_files import check_vocabulary
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.run_file import RolloutConfig
-from comlrl_ds.config.task import check_tasks
+from comlrl_ds.config.task import as_list, check_tasks
 from comlrl_ds.preference.centralized import CentralizedComparatorAdapter, check_adapter, joint_prompt
 from comlrl_ds.preference.oracle import Oracle
 from comlrl_ds.preference.prompts import Formatter, JointPromptBuilder, PromptBuilder, PromptError, check_formatters
@@ -58,7 +58,7 @@ def read_agents(agent_model: Any, agents: Sequence[Any] | None, num_agents: int)
     `agent_model` is one source for all; `agents` lists sources or model objects; both together must agree.
     """
     if agents is not None:
-        listed = list(agents)
+        listed = as_list(agents, "agents", "agent")
         if not listed:
             raise ConfigError(Problem("agents", "empty; give one model per agent"))
         if agent_model is not None and (
@@ -98,29 +98,6 @@ def split_adapters(listed: Sequence[Any], lora: Sequence[LoraSettings | None]) -
         settings[i] = LoraSettings(adapter=folder)
     found.raise_any()
     return sources, settings
-
-
-def folders_of(listed: Sequence[Any], paths: Sequence[str], names: Sequence[str], place: Path) -> list[str]:
-    """A folder for every model source; a model object is written to one.
-
-    Args:
-        paths: where each stands in the run file. names, place: folder and parent of a model object's own.
-    """
-    from comlrl_ds.engines.loading import local_folder
-
-    found, folders = Findings(), []
-    for model, path, name in zip(listed, paths, names):
-        if isinstance(model, str | Path):
-            folders.append(found.of(partial(local_folder, str(model), path)) or "")
-        elif hasattr(model, "save_pretrained"):
-            folders.append(str(place / name))
-        else:
-            found.add(path.removesuffix(".model"), f"{type(model).__name__} is neither a model source nor a transformers model")
-    found.raise_any()
-    for model, folder in zip(listed, folders):
-        if not isinstance(model, str | Path):
-            model.save_pretrained(folder)
-    return folders
 
 
 @dataclass
@@ -191,7 +168,7 @@ def set_up_team(
                 loaded[source] = found.of(partial(load_tokenizer, source, f"agents.{i}.model"))
             given[i] = loaded[source]
         else:
-            found.of(partial(check_vocabulary, source, given[i].get_vocab(), f"agents.{i}.model"))
+            found.of(partial(_check_tokenizer, own, source, i))
     checked = found.of(lambda: check_formatters(formatters, args.num_agents))
     adapter = check_adapter(adapter)
     oracle = None
@@ -223,6 +200,13 @@ def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
         "verbose": output.get("verbose"),
     }
     return {k: v for k, v in found.items() if v is not None}
+
+
+def _check_tokenizer(tokenizer: Any, source: str, agent: int) -> None:
+    if not hasattr(tokenizer, "get_vocab"):
+        message = f"{type(tokenizer).__name__} is no tokenizer; give one for all agents, or a list, one per agent"
+        raise ConfigError(Problem("tokenizer", message))
+    check_vocabulary(source, tokenizer.get_vocab(), f"agents.{agent}.model")
 
 
 def read_placement(value: PlacementConfig | Mapping[str, Any] | None) -> PlacementConfig | None:
