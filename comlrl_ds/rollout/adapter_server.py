@@ -25,6 +25,7 @@ class AdapterServer(VLLMServer):
         super().__init__(settings)
 
     def start_weight_update(self, say: Callable[[Any], None]) -> None:
+        self.end_requests()
         self._arriving = {}
 
     def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
@@ -38,7 +39,7 @@ class AdapterServer(VLLMServer):
         if version != self._base and version not in self._held:
             self._held[version] = self._load(version)
         self.adapter = self._held.get(version)  # None: the base alone
-        self.llm.reset_prefix_cache()
+        self.reset_prefix_cache()
         probe = self.logprobs(say, self.probe_rows) if self.probe_rows else []
         return {"version": version, "probe": probe}
 

@@ -37,6 +37,10 @@ def die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
 
 
+# How long a child tries to drop cached prompts: nobody but its trainer has requests there, and they are ended by then.
+RESET_S = 5.0
+
+
 class VLLMServer:
     """vLLM behind a few calls with plain arguments."""
 
@@ -109,14 +113,36 @@ class VLLMServer:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self, say: Callable[[Any], None]) -> None:
+        self.end_requests()
         self.llm.start_weight_update()
+
+    def end_requests(self) -> None:
+        """Ends what an interrupted submission left: nobody reads its answers, and it must not hold cached prompts."""
+        if self.engine.has_unfinished_requests():
+            self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
+            self.engine.step()  # which frees what the requests held
+
+    def reset_prefix_cache(self) -> None:
+        """Drops the prompts that were computed with the weights before.
+
+        Raises:
+            RuntimeError: vLLM goes on refusing to.
+        """
+        end = time.monotonic() + RESET_S
+        while self.llm.reset_prefix_cache() is False:
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    "vLLM refuses to drop the prompts that it cached with its previous weights: reset_prefix_cache() returns"
+                    f" False as long as requests hold them; waited {RESET_S:.0f} s"
+                )
+            time.sleep(0.05)
 
     def update_weights(self, say: Callable[[Any], None], update_info: dict[str, Any]) -> None:
         self.llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, say: Callable[[Any], None], version: str) -> dict[str, Any]:
         self.llm.finish_weight_update(version)
-        self.llm.reset_prefix_cache()  # cached prompts were computed with the old weights
+        self.reset_prefix_cache()
         probe = self.logprobs(say, self.probe_rows) if self.probe_rows else []
         return {"version": self.llm.get_weight_version(), "probe": probe}
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from comlrl_ds.rollout.adapters import SCALE, A, B
 from comlrl_ds.rollout.base import PolicyWeights, RolloutError, SyncReport
@@ -26,6 +26,13 @@ class WeightClient(Protocol):
     def start_weight_update(self) -> None: ...
     def update_weights(self, update_info: dict[str, Any]) -> None: ...
     def finish_weight_update(self, version: str) -> dict[str, Any]: ...
+
+
+@runtime_checkable
+class SharedClient(Protocol):
+    """The client of an engine that others use, too, and that must serve them again when a sync has failed."""
+
+    def abandon_weight_update(self) -> str: ...
 
 
 @dataclass
@@ -92,7 +99,32 @@ def send_to_all(
     Args:
         name: of the policy, for messages. key: the version that the engines shall report.
         base: of an adapter, which the engines add to it; None for whole weights.
+
+    Raises:
+        RolloutError: an engine that fails or does not answer, with the policy and the last parameter sent; an empty tensor;
+            other names or shapes than in the sync before; another version reported.
     """
+    try:
+        return _send_to_all(senders, name, key, tensors, outbox, base)
+    except BaseException as error:
+        left = _abandon(senders)
+        if left and isinstance(error, RolloutError):
+            raise RolloutError("; ".join([str(error), *left])) from error
+        raise
+
+
+def _abandon(senders: Sequence[HostSender]) -> list[str]:
+    """Ends the sync of engines that others use, at the same time; what is left to the user."""
+    clients = [s.client for s in senders if isinstance(s.client, SharedClient)]
+    if not clients:
+        return []
+    with ThreadPoolExecutor(len(clients)) as threads:
+        return [left for left in threads.map(lambda client: client.abandon_weight_update(), clients) if left]
+
+
+def _send_to_all(
+    senders: Sequence[HostSender], name: str, key: str, tensors: Iterable[tuple[str, Tensor]], outbox: Outbox, base: str | None
+) -> list[tuple[SyncReport, list[list[float]]]]:
     started = time.perf_counter()
     manifest: Manifest = {}
     chunk: list[tuple[str, Tensor]] = []

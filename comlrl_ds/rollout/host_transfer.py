@@ -24,7 +24,10 @@ class HostInit(WeightTransferInitInfo):
 
 @dataclass
 class HostUpdate(WeightTransferUpdateInfo):
-    """A chunk: where it is (`Outbox.place`), [name, dtype, shape, byte offset] of its tensors, and the base of an adapter."""
+    """A chunk: where it is (`Outbox.place`), [name, dtype, shape, byte offset] of its tensors, and the base of an adapter.
+
+    `abandon`: no chunk, but the end of a sync that failed. Layers that were not sent keep their weights.
+    """
 
     tensors: list
     path: str | None = None
@@ -32,6 +35,7 @@ class HostUpdate(WeightTransferUpdateInfo):
     key: str | None = None
     size: int = 0
     base: str | None = None
+    abandon: bool = False
 
     @property
     def place(self) -> dict:
@@ -46,6 +50,7 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self._loaded: set[str] = set()
         self._adapter: dict[str, torch.Tensor] = {}
         self._base = ""
+        self._kernels: list = []
         self._as_in_files = names_of_files(self.model_config.hf_config)
 
     def shutdown(self) -> None:
@@ -56,14 +61,21 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
         self._expected = {name for name, _ in self.model.named_parameters()}
         self._loaded = set()
         self._adapter = {}
-        pack_experts_again(self.model)
+        self._kernels = pack_experts_again(self.model)
         layerwise.initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict) -> None:
         # Not the base class's: it ends with a synchronisation that a CPU does not have.
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self._reassemble()  # layers without weights would end the process at the next request
+            raise
 
     def receive_weights(self, update: HostUpdate) -> None:
+        if update.abandon:
+            self._expected, self._adapter = set(), {}
+            return
         if update.base:  # small, and merged when it is whole
             self._base = update.base
             self._adapter |= copies(update.place, update.tensors)
@@ -80,12 +92,18 @@ class HostWeightTransfer(WeightTransferEngine[HostInit, HostUpdate]):
             self._loaded |= set(self.model.load_weights(whole) or ())
             self._adapter = {}
         missing = sorted(self._expected - self._loaded)
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied_head(self.model)
+        self._reassemble()
         if missing:
             raise ValueError(
                 f"weight sync left {len(missing)} parameters of the engine without new values, e.g. {missing[0]!r}"
             )
+
+    def _reassemble(self) -> None:
+        """Gives layers what has arrived for them, and those that got nothing what they had."""
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
+        for method, kernel in self._kernels:
+            method.moe_kernel = method.moe_kernel or kernel
+        _repack_tied_head(self.model)
 
 
 def _release_views(model: torch.nn.Module) -> None:

@@ -19,109 +19,10 @@ from multiprocessing import Pipe
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
-from comlrl_ds.cluster.progress import tick
 from comlrl_ds.rollout.base import Completion, Request, RequestsRefused, RolloutError, Sampling
 from comlrl_ds.rollout.engine_client import EngineClient
 from comlrl_ds.rollout.engine_process import EngineAddress
-
-HOW = (
-    "start it with VLLM_SERVER_DEV_MODE=1, VLLM_PLUGINS=comlrl_ds, --generation-config vllm and"
-    """ --weight-transfer-config '{"backend": "host"}'"""
-)
-
-
-# What a server has answered does not change while it runs.
-_LIMITS: dict[str, int] = {}
-
-
-def server_limit(url: str) -> int | None:
-    """Longest prompt + completion of a server, as it says itself; None where it does not answer yet, or does not say."""
-    if url not in _LIMITS:
-        calls = HTTPCalls(url, timeout_s=3)
-        try:
-            limit = calls.served().get("max_model_len")
-        except RolloutError:
-            return None
-        finally:
-            calls.close()
-        if isinstance(limit, int):
-            _LIMITS[url] = limit
-    return _LIMITS.get(url)
-
-
-class HTTPCalls:
-    """The calls of vLLM's weight transfer, and log-probs, over HTTP. `VLLM_API_KEY` is sent where it is set.
-
-    Args:
-        url: of the server. timeout_s: longest answer. probe: rows whose log-probs a finished sync reports.
-    """
-
-    def __init__(self, url: str, timeout_s: float, probe: Sequence[Sequence[int]] = ()) -> None:
-        key = os.environ.get("VLLM_API_KEY")
-        limits = httpx.Limits(max_connections=None)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url, self.probe_rows, self.model = url.rstrip("/"), probe, ""
-        self._client = httpx.Client(base_url=self.url, timeout=timeout_s, limits=limits, headers=headers)
-
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The JSON of an answer.
-
-        Raises:
-            RolloutError: no answer, or an error; names the server.
-        """
-        try:
-            answer = self._client.request(method, path, json=body)
-        except httpx.TimeoutException:
-            raise RolloutError(f"the engine at {self.url} has not answered in time (rollout.timeout_s)") from None
-        except httpx.HTTPError as error:
-            raise RolloutError(f"the engine at {self.url}: {error or type(error).__name__}") from None
-        tick()
-        if answer.status_code == 404:
-            raise RolloutError(f"the engine at {self.url} has no {path}; {HOW}")
-        if answer.is_error:
-            raise RolloutError(f"the engine at {self.url}: {answer.status_code} {answer.text[:300]}")
-        return answer.json() if answer.content else None
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.ask("POST", "/init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self.ask("POST", "/start_weight_update")
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.ask("POST", "/update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, version: str) -> dict[str, Any]:
-        self.ask("POST", "/finish_weight_update", {"weight_version": version})
-        self.ask("POST", "/reset_prefix_cache")
-        return {"version": self.version(), "probe": self.logprobs(self.probe_rows) if self.probe_rows else []}
-
-    def version(self) -> str:
-        return str(self.ask("GET", "/weight_info")["weight_version"])
-
-    def served(self) -> dict[str, Any]:
-        """The model that the server has: {"id", "root": its folder, "max_model_len"}."""
-        found = self.ask("GET", "/v1/models")["data"][0]
-        self.model = found["id"]
-        return found
-
-    def complete(self, **parameters: Any) -> dict[str, Any]:
-        if not self.model:
-            self.served()
-        return self.ask("POST", "/v1/completions", {"model": self.model, **parameters})["choices"][0]
-
-    def logprobs(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p of every token of a row but its first."""
-        found = []
-        for row in rows:
-            choice = self.complete(prompt=list(row), max_tokens=1, temperature=0, prompt_logprobs=0)
-            found.append([entry[str(t)]["logprob"] for entry, t in zip(choice["prompt_logprobs"][1:], row[1:])])
-        return found
-
-    def close(self) -> None:
-        self._client.close()
+from comlrl_ds.rollout.http_calls import FIRST_VERSION, HTTPCalls
 
 
 class HTTPRollout(EngineClient):
@@ -158,12 +59,15 @@ class HTTPRollout(EngineClient):
         """Waits until the server answers, and takes note of what it holds.
 
         Raises:
-            RolloutError: it does not answer in time, was started without what a sync needs, or serves another model.
+            RolloutError: it does not answer in time, is paused all the time, was started without what a sync needs, or serves
+                another model.
         """
         end = time.monotonic() + self._start_timeout_s
         while True:
             try:
                 served = self._http.served()
+                if self._http.is_paused():  # another run may be in the middle of a sync
+                    raise RolloutError(f"the engine at {self._http.url} is paused; send POST /resume to it, or restart it")
                 break
             except RolloutError:
                 if time.monotonic() > end:
@@ -179,7 +83,7 @@ class HTTPRollout(EngineClient):
         self._http.init_weight_transfer_engine({})
         version = self._http.version()
         # A server that was synced before has other weights than its folder.
-        self.held = self.source if "@" not in version and version != self.source else f"{version} of an earlier run"
+        self.held = self.source if version == FIRST_VERSION else f"{version} of an earlier run"
         if self.verify:
             self.probe = self._http.logprobs(self._http.probe_rows)
 

@@ -12,16 +12,22 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 Named = Iterable[tuple[str, Tensor]]
 
 
-def pack_experts_again(model: torch.nn.Module) -> None:
+def pack_experts_again(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """Makes the coming reload pack the experts for the CPU kernel, which vLLM does for a kernel's first weights only.
 
     Later weights would land unpacked in memory that the kernel reads as packed. A layer therefore forgets its kernel here,
     and makes another one, with padding and packing, when its new weights are complete.
+
+    Returns:
+        (method, kernel) of each such layer, for those that get no new weights.
     """
+    forgotten = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if getattr(method, "unquantized_backend", None) == UnquantizedMoeBackend.CPU:
+            forgotten.append((method, method.moe_kernel))  # type: ignore[union-attr]
             method.moe_kernel = None  # type: ignore[union-attr]
+    return forgotten
 
 
 def names_of_files(config: Any) -> Callable[[Named], Iterator[tuple[str, Tensor]]]:

@@ -24,7 +24,8 @@ from comlrl_ds.rollout.engine_client import EngineClient, VLLMRollout
 from comlrl_ds.rollout.engine_process import EngineAddress, EngineProcess
 from comlrl_ds.rollout.engine_settings import AdapterRoom, engine_settings, probe_rows
 from comlrl_ds.rollout.environment import engine_environment
-from comlrl_ds.rollout.http_rollout import HTTPRollout, server_limit
+from comlrl_ds.rollout.http_calls import server_limit
+from comlrl_ds.rollout.http_rollout import HTTPRollout
 from comlrl_ds.rollout.plugin import SWITCH
 from comlrl_ds.rollout.pool import RolloutPool, Wanted
 from comlrl_ds.rollout.transfer import Target, reference_of, send_live

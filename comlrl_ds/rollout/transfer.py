@@ -122,7 +122,7 @@ def _calls(target: dict[str, Any]) -> WeightClient:
 
     address = EngineAddress(**target["address"])
     if address.url and address.key not in _CALLS:
-        from comlrl_ds.rollout.http_rollout import HTTPCalls
+        from comlrl_ds.rollout.http_calls import HTTPCalls
 
         _CALLS[address.key] = HTTPCalls(address.url, target["timeout_s"], target["probe"])
     if address.key not in _CALLS:

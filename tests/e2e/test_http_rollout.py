@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
+import httpx
 import pytest
 import torch
 import yaml
@@ -16,9 +18,11 @@ from test_command_line import metrics, run, run_file
 from test_rollout import everything, requests
 from tiny import save_tiny_model, tiny_lm
 
+from comlrl_ds.cluster.channel import hear, tell
 from comlrl_ds.rollout.base import PolicyWeights, RolloutError, Sampling
 from comlrl_ds.rollout.disk import shape_of
 from comlrl_ds.rollout.engine_settings import probe_rows
+from comlrl_ds.rollout.host_sender import HostSender
 from comlrl_ds.rollout.http_rollout import HTTPRollout
 from comlrl_ds.rollout.pool import RolloutPool
 
@@ -68,8 +72,28 @@ def test_a_server_samples_what_an_engine_child_samples(server, engine):
         assert everything(RolloutPool([engine], shape_of), policies) == everything(RolloutPool([child], shape_of), policies)
         scores = [logprobs(RolloutPool([e], shape_of), policies) for e in (engine, child)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-4) and len(scores[0]) > 100
+        interrupted_and_synced(child, model)
     finally:
         child.shutdown()
+
+
+def interrupted_and_synced(child, model):
+    """A peer that leaves in the middle of its submission leaves nothing behind that a sync stumbles over."""
+    peer = child.address.connect("", 10)
+    sampling = Sampling(1.0).as_dict()
+    wired = [
+        {"prompt": list(range(3, 70)), "max_new_tokens": 8 if k == 0 else 150, "seed": k, "stop_ids": []} for k in range(6)
+    ]
+    tell(peer, ["generate", {"requests": wired, "sampling": sampling}])
+    hear(peer)
+    peer.close()
+    lm = tiny_lm(8)
+    child.sync_weights(policy_of(lm, "agent_0", 1, model))
+    row = list(range(3, 60))
+    with torch.no_grad():
+        expected = lm(torch.tensor([row])).logits[0].log_softmax(-1)
+    got = child.prompt_logprobs([row])[0]
+    assert max(abs(x - float(expected[k, row[k + 1]])) for k, x in enumerate(got)) < 1e-3
 
 
 def logprobs(pool, policies) -> list[float]:
@@ -93,6 +117,68 @@ def test_a_server_takes_weights(server, engine):
     expected = [[float(y[k, r[k + 1]]) for k in range(len(r) - 1)] for y, r in zip(z, rows)]
     gaps = [abs(x - y) for a, b in zip(after, expected) for x, y in zip(a, b)]
     assert max(gaps) < 1e-3 and before != after
+
+
+def test_a_sync_waits_for_the_requests_of_other_clients_and_lets_new_ones_go_afterwards(server, engine):
+    """Requests of four other clients never stop: none fails, and none is computed by half a model."""
+    url, model, process = server
+    over, failed, versions = threading.Event(), [], []
+
+    def client(k: int) -> None:
+        prompt, served = list(range(3 + k, 43 + k)), engine.calls.served()["id"]
+        with httpx.Client(timeout=120) as other:
+            while not over.is_set():
+                body = {"model": served, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+                answer = other.post(f"{url}/v1/completions", json=body)
+                choice = answer.json().get("choices", [{}])[0]
+                if answer.is_error or choice.get("finish_reason") != "length":
+                    failed.append(answer.text)
+                versions.append(choice.get("text"))
+
+    threads = [threading.Thread(target=client, args=(k,), daemon=True) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for version, seed in ((5, 9), (6, 10), (7, 11)):
+            lm = tiny_lm(seed)
+            engine.sync_weights(policy_of(lm, "agent_0", version, model))
+            # Long enough to be cached; what was cached with the weights before must not be continued.
+            rows = [list(range(3, 43)) * 3, list(range(4, 44))]
+            after = engine.prompt_logprobs(rows)
+            with torch.no_grad():
+                z = [lm(torch.tensor([r])).logits[0].log_softmax(-1) for r in rows]
+            gaps = [abs(x - float(y[k, r[k + 1]])) for a, y, r in zip(after, z, rows) for k, x in enumerate(a)]
+            assert max(gaps) < 1e-3
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+    assert not failed and len(set(versions)) > 4 and process.poll() is None and not engine.calls.is_paused()
+
+
+def test_a_sync_that_fails_leaves_the_server_at_work_with_a_version_of_its_own(server, engine):
+    url, model, _ = server
+    lm = tiny_lm(8)
+
+    def broken():
+        yield from list(lm.named_parameters())[:5]
+        raise ZeroDivisionError
+
+    for chunk_bytes in (1, 1 << 30):  # some layers were sent, or none
+        sender = HostSender(engine.calls, str(model), chunk_bytes)
+        with pytest.raises(ZeroDivisionError):
+            sender.send(PolicyWeights("agent_0", "agent_0@8", str(model), broken))
+        sender.close()
+        assert not engine.calls.is_paused() and "unfinished" in engine.calls.version()
+        assert all(x < 0 for row in engine.prompt_logprobs([[5, 6, 7, 8, 9]]) for x in row)
+    # What the server cannot take ends the sync, too, and not the server.
+    sender = HostSender(engine.calls, str(model))
+    wrong = [("model.embed_tokens.weight", torch.ones(3, 3)), ("model.norm.weight", torch.ones(3))]
+    with pytest.raises(RolloutError, match=rf"{url}: 500 .*, the last parameter sent being model\.norm\.weight$"):
+        sender.send(PolicyWeights("agent_0", "agent_0@9", str(model), lambda: iter(wrong)))
+    sender.close()
+    engine.manifest = None  # the next run's
+    test_a_server_takes_weights(server, engine)
 
 
 def test_a_run_trains_with_a_server_and_leaves_it_running(server, engine, tmp_path):
