@@ -41,7 +41,7 @@ for name in $(compgen -e); do
     case "$name" in
         COMLRL_DS_ENV_FILE) continue ;;
         PATH | PYTHONPATH | DS_ACCELERATOR | HF_HOME | HF_HUB_OFFLINE | TOKENIZERS_PARALLELISM) ;;
-        OMP_* | NCCL_* | GLOO_* | VLLM_* | COMLRL_DS_*) ;;
+        OMP_* | NCCL_* | GLOO_* | VLLM_* | WANDB_* | COMLRL_DS_*) ;;
         *) continue ;;
     esac
     value=${!name}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from comlrl_ds.config.errors import ConfigError, Findings, Problem, Settings, nearest, problems_of
 from comlrl_ds.config.iterative import MADPOIterConfig
@@ -19,6 +19,7 @@ from comlrl_ds.config.madpo import MADPOConfig, NonNegative, Positive
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.config.placement import PlacementConfig
 from comlrl_ds.config.references import beside, is_path, references, resolve
+from comlrl_ds.config.trackers import Tracker, WandbConfig
 
 TRAINERS: dict[str, type[MADPOConfig]] = {
     "madpo": MADPOConfig, "madpo_iter": MADPOIterConfig, "marlhf": MARLHFConfig, "marlhf_iter": MARLHFIterConfig,
@@ -99,13 +100,24 @@ class RunSection(Settings):
 
     dir: str | None = Field(None, description="Where results go; None: runs/<name of the file>-<date and time>.")
     seed: NonNegative = Field(0, description="Everything random follows from it.")
-    report_to: list[Literal["tensorboard"]] = Field(default_factory=list, description="Trackers beside metrics.jsonl.")
+    report_to: list[Tracker] = Field(default_factory=list, description="Trackers beside metrics.jsonl: tensorboard, wandb.")
+    wandb: WandbConfig | None = Field(None, description="Settings of Weights & Biases, which is reported to where they stand.")
     checkpoint_interval: NonNegative = Field(1, description="Epochs between checkpoints; 0 saves none.")
     checkpoint_every_updates: Positive | None = Field(None, description="Also within an epoch, after so many updates.")
     checkpoint_total_limit: Positive | None = Field(2, description="Checkpoints that are kept, the newest; null keeps all.")
-    stall_timeout_s: Positive = Field(
-        1800, description="How long a rank may be silent, or stand still in one piece of work, before the run ends."
+    stall_timeout_s: float = Field(
+        1800, gt=0, description="How long a rank may be silent, or stand still in one piece of work, before the run ends."
     )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def trackers(self) -> list[str]:
+        """Names of the trackers: those of `report_to`, and W&B where it has settings."""
+        return list(dict.fromkeys([*self.report_to, *(["wandb"] if self.wandb else [])]))
 
 
 class RunFile(Settings):
@@ -185,7 +197,8 @@ def load_run_file(file: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     assert run_file
     if run_file.run.dir is None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        run_file.run.dir = str(Path("runs") / f"{file.stem}-{stamp}")
+        named = run_file.run.wandb.run_dir if run_file.run.wandb else None
+        run_file.run.dir = named or str(Path("runs") / f"{file.stem}-{stamp}")
     return run_file
 
 

@@ -6,11 +6,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from comlrl_ds.runs.failure import writing
+from comlrl_ds.runs.trackers import Tracker
 
 # name (i stands for an agent's index) → (unit, meaning)
 METRICS: dict[str, tuple[str, str]] = {
@@ -132,8 +132,6 @@ def agent_metric(name: str, agent: int) -> str:
     return f"{name}/agent_{agent}"
 
 
-# What an eval_aggregator or a metrics_callback returns has the user's names.
-OF_THE_USER = ("eval/", "rl/callback/")
 _OF_EVERY_LINE = ("update", "env_step", "time")
 
 
@@ -145,14 +143,19 @@ def is_ours(name: str) -> bool:
     return generic in METRICS or name in _OF_EVERY_LINE
 
 
+def _may_be_the_users(name: str) -> bool:
+    """Whether an eval_aggregator or a metrics_callback may have given a metric this name."""
+    return name.startswith(("eval/", "rl/callback/")) and not name.endswith("/")
+
+
 class Metrics:
     """Appends one JSON object per call: {"update", "env_step", "time", …metrics}. Unknown names are refused, but the user's own
     under eval/.
     """
 
-    def __init__(self, file: Path | None, trackers: list[Any] | None = None) -> None:
+    def __init__(self, file: Path | None, trackers: Sequence[Tracker] = ()) -> None:
         self._file = file
-        self._trackers = trackers or []
+        self._trackers = trackers
 
     @property
     def size(self) -> int:
@@ -166,7 +169,7 @@ class Metrics:
 
     def write(self, update: int, env_step: int, values: Mapping[str, float]) -> None:
         """Values are finite numbers, or NaN and infinity, which are written as null."""
-        unknown = [n for n in values if n in _OF_EVERY_LINE or not (is_ours(n) or n.startswith(OF_THE_USER))]
+        unknown = [n for n in values if n in _OF_EVERY_LINE or not (is_ours(n) or _may_be_the_users(n))]
         if unknown:
             raise KeyError(f"undeclared metric {unknown[0]!r}; declare it in comlrl_ds/runs/metrics.py")
         if self._file is not None:
@@ -178,18 +181,8 @@ class Metrics:
     def track(self, env_step: int, values: Mapping[str, float]) -> None:
         """Hands values to the trackers of `report_to`."""
         for tracker in self._trackers:
-            for name, value in values.items():
-                tracker.add_scalar(name, value, env_step)
+            tracker.track(env_step, values)
 
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
-
-
-def trackers_for(names: list[str], folder: Path) -> list[Any]:
-    """The trackers that `report_to` names."""
-    if not names:
-        return []
-    from torch.utils.tensorboard import SummaryWriter
-
-    return [SummaryWriter(str(folder / "tensorboard"))]

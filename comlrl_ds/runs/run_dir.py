@@ -17,7 +17,7 @@ _MAY_CHANGE = (
     "run.dir", "run.report_to", "run.stall_timeout_s", "run.checkpoint", "placement", "rollout.engines", "rollout.threads",
     "rollout.urls", "rollout.transport", "rollout.kv_cache_bytes", "rollout.gpu_memory", "rollout.start_timeout",
     "rollout.timeout", "rollout.max_num_seqs", "args.logging_steps", "args.agent_devices", "args.comparator_devices",
-    "args.num_iterations", "rollout.sleep_level",
+    "args.num_iterations", "rollout.sleep_level", "run.wandb",
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def build_trainer(
         train_dataset=task.train, eval_dataset=task.held_out, reward_func=task.reward_func,
         reward_processor=task.reward_processor, formatters=task.formatters, args=args,
         rollout=run_file.rollout, deepspeed=read_deepspeed(run_file.deepspeed, base), placement=run_file.placement_from(base),
-        run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to,
+        run_dir=run_file.run.dir, seed=run_file.run.seed, report_to=run_file.run.report_to, wandb_config=run_file.run.wandb,
         stall_timeout_s=run_file.run.stall_timeout_s, checkpoint_interval=run_file.run.checkpoint_interval,
         checkpoint_every_updates=run_file.run.checkpoint_every_updates,
         checkpoint_total_limit=run_file.run.checkpoint_total_limit, resume=resume, verbose=verbose,

@@ -82,7 +82,7 @@ def test_every_broken_place_is_listed_with_its_path(tmp_path):
         task: {dataset: a:b}
         args: {dpo_beta: 0, top_p: 2, candidates: 3, pair_selection: best}
         rollout: {backend: vlm, gpu_memory_utilization: 1.5}
-        run: {seed: -1, report_to: [wandb]}
+        run: {seed: -1, report_to: [mlflow]}
         dtipe: float32
         """,
     )

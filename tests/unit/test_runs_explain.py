@@ -18,8 +18,9 @@ from comlrl_ds.maths.packing import PairTokens
 from comlrl_ds.preference.evaluation import Evaluation, mean_and_error
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.runs.display import Display
-from comlrl_ds.runs.metrics import METRICS, Metrics, agent_metric, trackers_for
+from comlrl_ds.runs.metrics import METRICS, Metrics, agent_metric
 from comlrl_ds.runs.run_dir import RunDir
+from comlrl_ds.runs.trackers import trackers_for
 from comlrl_ds.tasks import explain
 from comlrl_ds.trainers.preference.reporting import Reporter
 
@@ -172,7 +173,7 @@ def a_report(culprit=None):
 def reporter_of(tmp_path, **settings):
     run = RunDir(tmp_path / "run")
     run.create({})
-    return Reporter(MADPOConfig(**settings), run, Display(), []), run.metrics
+    return Reporter(MADPOConfig(**settings), run, Display()), run.metrics
 
 
 def test_a_step_is_reported_as_the_page_says(tmp_path, capsys):

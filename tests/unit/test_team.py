@@ -11,7 +11,7 @@ import torch
 from comlrl_ds.config import ConfigError, MADPOConfig, RolloutConfig
 from comlrl_ds.engines.loading import load_tokenizer, local_folder, stop_ids
 from comlrl_ds.trainers.preference import MADPOTrainer
-from comlrl_ds.trainers.preference.team import ModelConfig, read_agents, set_up_team, wandb_output
+from comlrl_ds.trainers.preference.team import ModelConfig, read_agents, set_up_team
 
 
 def refused(call, *parts):
@@ -42,14 +42,6 @@ def test_the_model_dict_of_the_peer():
         lambda: ModelConfig.read({"dtyp": 1, "dtype": "int8", "special_tokens": ["x"]}),
         "model_config.dtyp: unknown key", "model_config.dtype: 'int8'", "model_config.special_tokens",
     )  # fmt: skip
-
-
-def test_the_output_folder_of_the_peers_tracker_settings():
-    assert wandb_output(None) == {}
-    assert wandb_output({"dir": "c"}) == {"dir": "c"}
-    sections = {"output": {"base_dir": "b", "verbose": False}}
-    assert wandb_output({"dir": "c", "config_sections": sections}) == {"dir": "b", "verbose": False}
-    assert wandb_output({"output_dir": "a", "dir": "c", "config_sections": sections})["dir"] == "a"
 
 
 # --- folders and tokenizers

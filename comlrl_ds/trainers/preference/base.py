@@ -6,7 +6,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -35,10 +34,10 @@ from comlrl_ds.rollout.start import engine_places
 from comlrl_ds.rollout.vllm_models import check_head_size
 from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.files import write_atomically
-from comlrl_ds.runs.run_dir import RunDir
 from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.handed_models import ModelCopies, folders_of, is_model
 from comlrl_ds.trainers.preference.reporting import Reporter, overlong_text
+from comlrl_ds.trainers.preference.run_arguments import read_run
 from comlrl_ds.trainers.preference.session import Adapter, EngineSettings, Rates, Session, actor_role, plan_actors
 from comlrl_ds.trainers.preference.team import (
     ModelConfig,
@@ -47,7 +46,6 @@ from comlrl_ds.trainers.preference.team import (
     read_placement,
     set_up_team,
     split_adapters,
-    wandb_output,
 )
 
 if TYPE_CHECKING:
@@ -69,13 +67,13 @@ class PreferenceTrainer:
         external_transition: no effect at one turn.
         centralized_comparator_adapter: joins role prompts and takes joint answers apart, where one model writes every role;
             None: the tagged one.
-        wandb_config: of it only the output folder and `config_sections.output.verbose` are used; see `report_to`.
+        wandb_config: settings of Weights & Biases, which is reported to where they are given (`WandbConfig`).
         eval_logger, eval_aggregator: both together add metrics to an evaluation (`EvaluationUser.metrics`).
         args: the settings.
         placement: device groups and the roles on them; None puts every role on all ranks.
         rollout: how completions are sampled. deepspeed: a DeepSpeed file or dict for every actor.
         run_dir: where results go (default runs/<trainer>-<time>). seed: everything random follows from it.
-        report_to: trackers beside metrics.jsonl: ["tensorboard"].
+        report_to: trackers beside metrics.jsonl: "tensorboard", "wandb".
         stall_timeout_s: how long a rank may be silent or stand still before the run ends.
         verbose: print progress.
         resume: "never"; "auto" goes on with the run in run_dir, if there is one; or a checkpoint's folder.
@@ -102,7 +100,7 @@ class PreferenceTrainer:
         eval_logger: Callable[..., Any] | None = None, eval_aggregator: Callable[..., Any] | None = None,
         args: MADPOConfig | None = None, *, placement: PlacementConfig | Mapping[str, Any] | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
-        seed: int = 0, report_to: Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
+        seed: int = 0, report_to: str | Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
         resume: str = "never", checkpoint_interval: int = 1, checkpoint_every_updates: int | None = None,
         checkpoint_total_limit: int | None = 2, centralized_comparator_adapter: Any = None, lora: Any = None,
     ) -> None:  # fmt: skip
@@ -132,15 +130,17 @@ class PreferenceTrainer:
         if one and agents is None and num_agents != self.args.num_agents:
             raise ConfigError(Problem("num_agents", f"{num_agents} contradicts args.num_agents = {self.args.num_agents}"))
         self.rollout = rollout if isinstance(rollout, RolloutConfig) else RolloutConfig(**(rollout or {}))
-        self.seed, self._report_to = seed, list(report_to)
-        model, output = ModelConfig.read(model_config), wandb_output(wandb_config)
-        self.run_dir = RunDir(
-            run_dir or output.get("dir") or Path("runs") / f"{self.kind}-{datetime.now():%Y%m%d-%H%M%S}", resume != "never"
-        )
-        self._own_run_dir = bool(run_dir or output.get("dir"))
-        self._resume, self._checkpoint_limit = resume, checkpoint_total_limit
-        self._checkpoint_every = (checkpoint_interval, checkpoint_every_updates)
-        self.display = Display(output.get("verbose", True) if verbose is None else verbose)
+        model = ModelConfig.read(model_config)
+        section = {
+            "seed": seed, "report_to": report_to, "stall_timeout_s": stall_timeout_s,
+            "checkpoint_interval": checkpoint_interval, "checkpoint_every_updates": checkpoint_every_updates,
+            "checkpoint_total_limit": checkpoint_total_limit,
+        }  # fmt: skip
+        self._run = run = read_run(self.kind, run_dir, wandb_config, resume, section)
+        self.seed, self.run_dir = run.section.seed, run.run_dir
+        self._resume, self._checkpoint_limit = resume, run.section.checkpoint_total_limit
+        self._checkpoint_every = (run.section.checkpoint_interval, run.section.checkpoint_every_updates)
+        self.display = Display((run.section.wandb is None or run.section.wandb.verbose) if verbose is None else verbose)
         self._copies = ModelCopies(self.run_dir)
         found = Findings()
         found.of(self.run_dir.check)
@@ -150,7 +150,6 @@ class PreferenceTrainer:
             found.add("rollout.transport", f"{self.rollout.transport!r} sends whole weights, and an agent has lora; write auto")
         content = found.of(partial(read_deepspeed, deepspeed))
         self._settings = EngineSettings(content or {}, model.dtype, model.attn_implementation, device_kind())
-        self._stall_timeout_s = stall_timeout_s
         self.placement = found.of(partial(read_placement, placement))
         layout = found.of(self._layout)
         plans = None
@@ -263,11 +262,13 @@ class PreferenceTrainer:
         if self._session is not None:
             return
         if self._reporter is None:  # a trainer that was closed and is used again goes on in the same folder
-            self.run_dir.create(self._resolved_config())
-            self._reporter = Reporter(self.args, self.run_dir, self.display, self._report_to)
+            config, resumed = self._resolved_config(), self.run_dir.holds_run
+            self.run_dir.create(config)
+            trackers = self._run.start_trackers(self.run_dir, config, resumed=resumed, quiet=self.display.console.quiet)
+            self._reporter = Reporter(self.args, self.run_dir, self.display, trackers)
         text = "\n".join([*self.layout.lines(), *(f"note: {note}" for note in self._notes())]) + "\n"
         write_atomically(self.run_dir.path / "placement.txt", text.encode())
-        self.cluster.arrange(self.layout, self._stall_timeout_s, self.run_dir.path)
+        self.cluster.arrange(self.layout, self._run.section.stall_timeout_s, self.run_dir.path)
         self._session = Session(
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
             *self._other_policies(), value_heads=self._value_heads(),
@@ -324,10 +325,7 @@ class PreferenceTrainer:
             "trainer": self.kind, "agents": self._described_agents(), "args": self.args.model_dump(),
             "deepspeed": self._settings.deepspeed, "dtype": self._settings.dtype, "rollout": self.rollout.model_dump(),
             "placement": self.placement.model_dump() if self.placement else None,
-            "run": {
-                "dir": str(self.run_dir.path), "seed": self.seed, "report_to": self._report_to,
-                "stall_timeout_s": self._stall_timeout_s,
-            },
+            "run": self._run.described(self.run_dir, self.seed),
         }  # fmt: skip
 
     def _eval_prompts(self, count: int | None, builder: PromptBuilder) -> list[JointPrompt]:

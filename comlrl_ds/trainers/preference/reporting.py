@@ -18,8 +18,9 @@ from comlrl_ds.preference.prompts import PromptBuilder, named
 from comlrl_ds.preference.records import PreferencePair
 from comlrl_ds.rollout.base import SyncReport
 from comlrl_ds.runs.display import Display
-from comlrl_ds.runs.metrics import Metrics, agent_metric, trackers_for
+from comlrl_ds.runs.metrics import Metrics, agent_metric
 from comlrl_ds.runs.run_dir import RunDir
+from comlrl_ds.runs.trackers import Tracker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,16 +30,18 @@ class Reporter:
     """Counts updates and environment steps, and turns reports into metrics and lines.
 
     Args:
-        args: the settings. run_dir: created already. display: where lines go. report_to: names of trackers.
+        args: the settings. run_dir: created already. display: where lines go. trackers: get the metrics, too; those of steps
+            with a distance of `logging_steps` environment steps.
     """
 
-    def __init__(self, args: MADPOConfig, run_dir: RunDir, display: Display, report_to: Sequence[str]) -> None:
+    def __init__(self, args: MADPOConfig, run_dir: RunDir, display: Display, trackers: Sequence[Tracker] = ()) -> None:
         self._args, self._display = args, display
-        self._metrics = Metrics(run_dir.metrics, trackers_for(list(report_to), run_dir.path))
+        self._metrics = Metrics(run_dir.metrics, trackers)
         self.updates = self.env_step = self.nonfinite_steps = 0
         self.evaluated_at = -1
-        self._buffer: dict[str, float] = {}
+        self._latest: dict[str, float] = {}  # metrics of steps and buffers since trackers last got some
         self._shown = 0
+        self._learned = math.nan
 
     def counters(self) -> dict[str, int]:
         """What a resumed run goes on from; `metrics_bytes` is how much of metrics.jsonl belongs to it."""
@@ -57,6 +60,16 @@ class Reporter:
     def log(self, values: Mapping[str, float]) -> None:
         """Metrics at the present update."""
         self._metrics.write(self.updates, self.env_step, values)
+        self._metrics.track(self.env_step, values)
+
+    def _log_step(self, values: Mapping[str, float]) -> None:
+        """Metrics of a step, which trackers get with the next that shows."""
+        self._metrics.write(self.updates, self.env_step, values)
+        self._latest |= values
+
+    def _track_steps(self) -> None:
+        self._metrics.track(self.env_step, self._latest)
+        self._latest = {}
 
     def collection_report(
         self, collected: Collected, builder: PromptBuilder, oracle_errors: int, seconds: float, rate: float
@@ -119,11 +132,11 @@ class Reporter:
             }
         self.nonfinite_steps += report.skipped
         values["train/nonfinite_steps"] = self.nonfinite_steps
-        self.log(values)
+        self._log_step(values)
         # Without environment steps there is no distance to keep, so every step shows.
         every = self._args.logging_steps
         if not self._args.use_environment_step or previous // every != self.env_step // every:
-            self._metrics.track(self.env_step, values)
+            self._track_steps()
             self._display.say(
                 f"update {self.updates}: loss {report.loss:.4f}, joint margin {values['train/joint_margin']:+.3f},"
                 f" accuracy {values['train/accuracy']:.2f}, {report.seconds:.1f} s"
@@ -141,8 +154,8 @@ class Reporter:
         if kl:
             mean_kl = float(sum(k.mean() for k in kl[0]) / len(kl[0]))
             values |= {"turn_1/reference_kl_mean": mean_kl, "turn_1/reference_kl_penalty_mean": kl[1] * mean_kl}
-        self.log(values)
-        self._buffer = values
+        self._log_step(values)
+        self._learned = mean
 
     def policy_step(self, report: GradientReport) -> None:
         """A finished policy-gradient step."""
@@ -162,13 +175,11 @@ class Reporter:
             }  # fmt: skip
         for i, (loss, mean) in enumerate(zip(report.value_losses, report.values)):
             values |= {agent_metric("value/loss", i): loss, agent_metric("value/mean", i): mean}
-        self.log(values)
+        self._log_step(values)
         if self.env_step - self._shown >= self._args.logging_steps or not self._shown:
             self._shown = self.env_step
-            self._metrics.track(self.env_step, values | self._buffer)
-            self._display.say(
-                f"update {self.updates}: learned reward {self._buffer['turn_1/reward_mean']:.3f}, {report.seconds:.1f} s"
-            )
+            self._track_steps()
+            self._display.say(f"update {self.updates}: learned reward {self._learned:.3f}, {report.seconds:.1f} s")
 
     def critic_steps(self, steps: Sequence[ScalarStep], cut_texts: int, counted: bool) -> None:
         """Finished steps of the critics, one each, and texts that were cut for them so far.
@@ -184,7 +195,7 @@ class Reporter:
                 agent_metric("value/grad_norm", k): step.grad_norm,
             }  # fmt: skip
         self.nonfinite_steps += not counted and any(step.skipped for step in steps)
-        self.log(values | {"train/nonfinite_steps": self.nonfinite_steps})
+        self._log_step(values | {"train/nonfinite_steps": self.nonfinite_steps})
 
     def say(self, text: str) -> None:
         self._display.say(text)
@@ -206,7 +217,6 @@ class Reporter:
     def evaluation(self, name: str, evaluation: Evaluation, values: Mapping[str, float]) -> None:
         """A finished evaluation."""
         self.log(values)
-        self._metrics.track(self.env_step, values)
         self._display.say(
             f"evaluation {name}: mean reward {evaluation.mean:.3f} ± {evaluation.standard_error:.3f}"
             f" over {len(evaluation.items)} tasks, {values['eval/seconds']:.0f} s"
@@ -219,6 +229,9 @@ class Reporter:
         reports.clear()
 
     def close(self) -> None:
+        """Ends the trackers, which start again with the next metrics."""
+        if self._latest:
+            self._track_steps()
         self._metrics.close()
 
 

@@ -59,7 +59,7 @@ class ResumableTrainer(Base):
         self._resume = str(checkpoint.folder)
         home = checkpoint.state.get("run_dir")
         if home and Path(home) != self.run_dir.path:
-            if self._own_run_dir or self._session is not None:
+            if self._run.named or self._session is not None:
                 message = f"{str(checkpoint.folder)!r} belongs to the run in {home!r}; give that as run_dir, or none"
                 raise ConfigError(Problem("resume_from_checkpoint", message))
             self.run_dir = type(self.run_dir)(home, resume=True)

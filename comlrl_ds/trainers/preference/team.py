@@ -190,18 +190,6 @@ def set_up_team(
     return TeamSetup(list(sources), team, oracle, checked, limits, args, adapter, [room.more for room in longest])
 
 
-def wandb_output(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The output folder and verbosity that the peer reads from its W&B settings."""
-    if config is None:
-        return {}
-    output = (config.get("config_sections") or {}).get("output") or {}
-    found = {
-        "dir": config.get("output_dir") or output.get("base_dir") or config.get("dir"),
-        "verbose": output.get("verbose"),
-    }
-    return {k: v for k, v in found.items() if v is not None}
-
-
 def _check_tokenizer(tokenizer: Any, source: str, agent: int) -> None:
     if not hasattr(tokenizer, "get_vocab"):
         message = f"{type(tokenizer).__name__} is no tokenizer; give one for all agents, or a list, one per agent"
