@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from comlrl_ds.config.lora import LoraSettings
 from comlrl_ds.engines.ds_config import EnginePlan
 from comlrl_ds.engines.engine import PolicyEngine
 from comlrl_ds.engines.frozen import FrozenEngine
-from comlrl_ds.engines.heads import ValueHead, make_head
+from comlrl_ds.engines.heads import VALUE_HEAD, ValueHead, load_head, make_head
 from comlrl_ds.engines.loading import load_backbone, load_causal_lm, local_folder
 from comlrl_ds.engines.lora import add_lora
 from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
@@ -23,18 +24,21 @@ from comlrl_ds.engines.scalar import ScalarEngine, ScalarModel
 def build_scalar(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
     head_seed: int, hidden_dim: int | None = None, freeze_backbone: bool = False, lora: LoraSettings | None = None,
-    dropout_seed: int = 0,
+    dropout_seed: int = 0, current: str | None = None,
 ) -> ScalarEngine:  # fmt: skip
     """The engine of a reward model or critic, for `Cluster.create`; the head starts from its seed.
 
     Args:
         source, plan, dropout, dropout_seed, checkpointing, lora: see `build_policy`. head_seed, hidden_dim, freeze_backbone:
-            see `ScalarModel`.
+            see `ScalarModel`. current: folder of this very model, head included, that was saved after it had learned.
     """
-    backbone = _loaded(seat, load_backbone, source, plan, attn_implementation, dropout, checkpointing)
+    folder = source if lora else current or source
+    backbone = _loaded(seat, load_backbone, folder, plan, attn_implementation, dropout, checkpointing)
     if lora:
-        add_lora(backbone, lora, source=source, seed=head_seed, dropout=dropout)
+        add_lora(backbone, lora, source=source, seed=head_seed, dropout=dropout, current=current)
     model = ScalarModel(backbone, head_seed=head_seed, hidden_dim=hidden_dim, freeze_backbone=freeze_backbone)
+    if current:
+        load_head(Path(current), model.head)
     return ScalarEngine(seat.role, model, copy.deepcopy(plan), dropout_seed if dropout else None)
 
 
@@ -49,7 +53,7 @@ def build_reference(
 def build_policy(
     seat: Seat, source: str, plan: EnginePlan, *, attn_implementation: str | None, dropout: bool, checkpointing: bool,
     layout: str, chunk: int, value_head: ValueHead | None = None, lora: LoraSettings | None = None, lora_seed: int = 0,
-    dropout_seed: int = 0,
+    dropout_seed: int = 0, current: str | None = None,
 ) -> PolicyEngine:  # fmt: skip
     """A policy's engine, for `Cluster.create`. At ZeRO-3 on several ranks no rank ever holds the whole model.
 
@@ -61,14 +65,19 @@ def build_policy(
         value_head: beside the vocabulary's, of an actor that is its own critic.
         lora: an adapter learns, its A from `lora_seed`, in place of the weights. Engines of this rank with the same base hold
             that once, where they do not shard it.
+        current: folder of this very policy that was saved after it had learned: its weights, with LoRA its adapter, and its
+            value head. None: it begins as `source`, the settings and the seeds say.
     """
-    lm = _loaded(seat, load_causal_lm, source, plan, attn_implementation, dropout, checkpointing, shared=lora is not None)
+    folder = source if lora else current or source
+    lm = _loaded(seat, load_causal_lm, folder, plan, attn_implementation, dropout, checkpointing, shared=lora is not None)
     if lora:
-        add_lora(lm, lora, source=source, seed=lora_seed, dropout=dropout)
+        add_lora(lm, lora, source=source, seed=lora_seed, dropout=dropout, current=current)
     head = None
     if value_head:
         width = lm.config.get_text_config().hidden_size
         head = make_head(width, value_head.seed, value_head.hidden_dim).to(getattr(torch, plan.dtype))
+        if current:
+            load_head(Path(current) / VALUE_HEAD, head)
     return PolicyEngine(
         seat.role, lm, copy.deepcopy(plan), layout=layout, chunk=chunk, host_ranks=seat.host_ranks, value_head=head,
         dropout_seed=dropout_seed if dropout else None,

@@ -23,12 +23,14 @@ from comlrl_ds.runs.failure import writing
 ADAPTER, START = "default", "start"
 
 
-def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, dropout: bool) -> None:
+def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, dropout: bool, current: str | None = None) -> None:
     """Puts an adapter beside layers of a transformers model, and freezes all the rest of it.
 
     Args:
         source: folder or repository of the model, which its saved adapters name. seed: of A; equal seeds give equal adapters.
         dropout: keep the settings' own; otherwise it is 0.
+        current: a PEFT folder that the learning adapter is filled from; the model without what it has learned stays as the
+            settings say.
 
     Raises:
         ConfigError: an adapter that does not fit the model.
@@ -50,6 +52,8 @@ def add_lora(model: Any, settings: LoraSettings, *, source: str, seed: int, drop
         state = _read(settings.adapter)
         for name in names:
             _fill(model, name, dict(state), settings.adapter)
+    if current:
+        _fill(model, ADAPTER, _read(current), current)
     model.requires_grad_(False)
     for layer in lora_layers(model).values():
         layer.set_adapter(ADAPTER)

@@ -34,6 +34,9 @@ class RolloutPool:
         timeout_s: longest silence of all working engines.
         on_sync: told (policy, engine index, report) after each sync.
         move: makes engines hold policies, all at the same time where it can; None: one after the other by `sync_weights`.
+
+    Attributes:
+        interrupted: a generation has begun and not ended; no other can begin.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class RolloutPool:
         self.engines, self._shape_of, self._timeout_s, self._on_sync = list(engines), shape_of, timeout_s, on_sync
         self._move = move or (lambda wanted: [engine.sync_weights(policy) for engine, policy in wanted])
         self.generated_tokens, self.generate_seconds = 0, 0.0
-        self._interrupted = False
+        self.interrupted = False
 
     def generate(
         self, requests: Sequence[Request], policies: dict[str, PolicyWeights], sampling: Sampling
@@ -59,11 +62,11 @@ class RolloutPool:
         """
         if not requests:
             return
-        if self._interrupted:
+        if self.interrupted:
             raise RolloutError(
                 "a generation was interrupted, and its engines are still at it; close() the trainer for new ones"
             )
-        self._interrupted = True  # until the last completion is handed over
+        self.interrupted = True  # until the last completion is handed over
         by_key: dict[str, list[PolicyWeights]] = {}
         for name in dict.fromkeys(r.policy for r in requests):
             by_key.setdefault(policies[name].key, []).append(policies[name])
@@ -112,7 +115,7 @@ class RolloutPool:
                 for k, completion in finished:
                     tokens += len(completion.ids)
                     yield segment.indices[k], completion
-        self._interrupted = False
+        self.interrupted = False
         self.generated_tokens += tokens
         self.generate_seconds += time.perf_counter() - started
         if refused:

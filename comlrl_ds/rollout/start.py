@@ -191,6 +191,11 @@ class Engines:
             self._pool = RolloutPool(self._engines, shape_of, self._config.timeout_s, on_sync, self._move)
         return self._pool
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a generation was left before its end, so that engines are still at it."""
+        return self._pool is not None and self._pool.interrupted
+
     def _shares_devices(self, place: EnginePlace, device: str) -> bool:
         """Whether its GPUs are an actor group's too: then one of the two is out of the way while the other works."""
         return device != "cpu" and any(place.group == r.group for r in self._layout.roles.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from comlrl_ds.runs.failure import writing
@@ -21,6 +23,26 @@ def write_atomically(file: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)  # on a full disk it would take the room that is left
         raise
+
+
+def write_folder(final: Path, write: Callable[[Path], None]) -> Path:
+    """Has `write` fill a temporary sibling, syncs every file in it, and puts it in place, where it replaces an older folder."""
+    temporary, old = (final.with_name(f".{final.name}.{end}") for end in ("tmp", "old.tmp"))
+    for left in (temporary, old):  # of an attempt that was interrupted
+        if left.exists():
+            shutil.rmtree(left)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            sync(file)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    sync(final.parent)
+    if old.exists():
+        shutil.rmtree(old)
+    return final
 
 
 def sync(path: Path) -> None:

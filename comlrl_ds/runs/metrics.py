@@ -186,3 +186,12 @@ class Metrics:
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
+
+
+def last_counters(file: Path) -> dict[str, int]:
+    """Updates and environment steps of the last line of a file of metrics, and its size in bytes; empty without a line."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    if not lines:
+        return {}
+    last = json.loads(lines[-1])
+    return {"updates": int(last["update"]), "env_step": int(last["env_step"]), "metrics_bytes": file.stat().st_size}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from comlrl_ds.runs.files import sync
+from comlrl_ds.runs.files import write_folder
 
 _NAME = re.compile(r"iteration_(\d{4,})")
 
@@ -31,24 +30,10 @@ class PolicyFolders:
 
     def save(self, index: int, write: Callable[[Path], None]) -> Path:
         """Has `write` fill a temporary folder and puts it in place, where it replaces one of an interrupted attempt."""
-        final = self.path(index)
-        temporary = final.with_name(f".{final.name}.tmp")
         for left in self.folder.glob(".*.tmp") if self.folder.is_dir() else ():
             if left.is_dir():
                 shutil.rmtree(left)
-        temporary.mkdir(parents=True)
-        write(temporary)
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                sync(file)
-        old = final.with_name(f".{final.name}.old.tmp")
-        if final.exists():
-            os.replace(final, old)
-        os.replace(temporary, final)
-        sync(self.folder)
-        if old.exists():
-            shutil.rmtree(old)
-        return final
+        return write_folder(self.path(index), write)
 
     def drop_before(self, index: int) -> None:
         """Removes the policies after rounds before `index`."""

@@ -135,6 +135,11 @@ class RunDir:
         return self.path / "final"
 
     @property
+    def kept(self) -> Path:
+        """The policies of a trainer whose engines have ended, where they are not those in `final`."""
+        return self.path / "kept"
+
+    @property
     def sources(self) -> Path:
         return self.path / "sources"
 

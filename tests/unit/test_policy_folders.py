@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 
-from comlrl_ds.runs import policies
+from comlrl_ds.runs import files
 from comlrl_ds.runs.policies import PolicyFolders
 from comlrl_ds.runs.run_dir import RunDir
 
@@ -69,9 +70,9 @@ def test_while_it_is_written_nothing_has_its_name(folders):
 
 
 def test_every_file_is_on_disk_before_its_folder_has_its_name(folders, monkeypatch):
-    steps, sync, put = [], policies.sync, os.replace
-    monkeypatch.setattr(policies, "sync", lambda path: (steps.append(path.name), sync(path)))
-    monkeypatch.setattr(policies.os, "replace", lambda old, new: (steps.append("replace"), put(old, new)))
+    steps, sync, put = [], files.sync, os.replace
+    monkeypatch.setattr(files, "sync", lambda path: (steps.append(path.name), sync(path)))
+    monkeypatch.setattr(files.os, "replace", lambda old, new: (steps.append("replace"), put(old, new)))
     folders.save(0, writer())
     assert sorted(steps[:3]) == ["model.safetensors", "model.safetensors", "note"]
     assert steps[3:] == ["replace", "policy_checkpoints"]
@@ -117,16 +118,16 @@ def test_what_a_killed_run_left_half_written_is_removed(folders, index):
 def test_a_kill_between_the_old_and_the_new_leaves_no_half_one(folders, monkeypatch):
     """Replaced folders are whole or away at every step."""
     folders.save(1, writer("old"))
-    remove = policies.shutil.rmtree
+    remove = shutil.rmtree
 
     def killed(path, *args, **kwargs):
         (path / "note").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(policies.shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         folders.save(1, writer("new"))
-    monkeypatch.setattr(policies.shutil, "rmtree", remove)
+    monkeypatch.setattr(shutil, "rmtree", remove)
     found = tree(folders.path(1)) if folders.path(1).exists() else None
     assert found in (None, written("old"), written("new"))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from comlrl_ds.cluster import call, join
 from comlrl_ds.cluster.devices import FIELDS
@@ -36,6 +35,7 @@ from comlrl_ds.runs.display import Display
 from comlrl_ds.runs.files import write_atomically
 from comlrl_ds.trainers.preference.conducted import conducted
 from comlrl_ds.trainers.preference.handed_models import ModelCopies, folders_of, is_model
+from comlrl_ds.trainers.preference.lifetime import EngineOwner
 from comlrl_ds.trainers.preference.reporting import Reporter, overlong_text
 from comlrl_ds.trainers.preference.run_arguments import read_run
 from comlrl_ds.trainers.preference.session import Adapter, EngineSettings, Rates, Session, actor_role, plan_actors
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 GENERATION_KEYWORDS = ("temperature", "top_p", "top_k", "min_new_tokens")
 
 
-class PreferenceTrainer:
+class PreferenceTrainer(EngineOwner):
     """Base of the public trainers. The constructor checks everything and loads no model.
 
     Args:
@@ -89,7 +89,6 @@ class PreferenceTrainer:
         ConfigError: a ValueError with every problem, before anything is loaded.
     """
 
-    kind: ClassVar[str]
     config_class: ClassVar[type[MADPOConfig]] = MADPOConfig
 
     def __init__(
@@ -107,9 +106,8 @@ class PreferenceTrainer:
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
 
+        super().__init__()
         self.cluster = join()
-        self._session: Session | None = None
-        self._reporter: Reporter | None = None
         self.evaluations: list[tuple[str, Evaluation]] = []
         self._moved: set[str] = set()  # metrics of the user's that were named otherwise
         if not self.cluster.is_main:
@@ -212,12 +210,10 @@ class PreferenceTrainer:
         }  # fmt: skip
         return metrics | self._user_metrics(sampled)
 
-    @conducted
-    def save_model(self, folder: str | Path) -> None:
-        """Writes agent_0, agent_1 … in Hugging Face layout, each with its tokenizer."""
+    def _write_models(self, folder: Path) -> None:
         from comlrl_ds.engines.engine import PolicyEngine
 
-        folders = [Path(folder).absolute() / agent_name(i) for i in range(self.args.num_actors)]
+        folders = [folder / agent_name(i) for i in range(self.args.num_actors)]
         self.cluster.run({r: call(PolicyEngine.save_pretrained, f) for r, f in zip(self.session.actors, folders)})
         for tokenizer, target in zip(self.setup.team.tokenizers, folders):
             tokenizer.save_pretrained(target)
@@ -226,60 +222,32 @@ class PreferenceTrainer:
         own = [*self._copies.notes, *([] if self.args.disable_dropout else [DROPOUT_NOTE])]
         return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes), *own]))
 
-    # --- lifetime
-    @property
-    def session(self) -> Session:
-        """The running parts, started on first use."""
-        if self._session is None:
-            self._start()
-        assert self._session
-        return self._session
+    # --- what runs
+    def _new_reporter(self) -> Reporter:
+        config, resumed = self._resolved_config(), self.run_dir.holds_run
+        self.run_dir.create(config)
+        self.run_dir.allow_resume()  # it is this trainer's own, also where what follows fails and is tried again
+        trackers = self._run.start_trackers(self.run_dir, config, resumed=resumed, quiet=self.display.console.quiet)
+        return Reporter(self.args, self.run_dir, self.display, trackers)
 
-    @property
-    def reporter(self) -> Reporter:
-        """Counters and metrics of the run."""
-        if self._reporter is None:
-            self._start()
-        assert self._reporter
-        return self._reporter
-
-    @conducted
-    def close(self) -> None:
-        """Ends the engines. Called when the trainer is collected or the program ends, too."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
-        if self._reporter is not None:
-            self._reporter.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        if self._session is not None:
-            return
-        if self._reporter is None:  # a trainer that was closed and is used again goes on in the same folder
-            config, resumed = self._resolved_config(), self.run_dir.holds_run
-            self.run_dir.create(config)
-            trackers = self._run.start_trackers(self.run_dir, config, resumed=resumed, quiet=self.display.console.quiet)
-            self._reporter = Reporter(self.args, self.run_dir, self.display, trackers)
+    def _new_session(self) -> Session:
+        _ = self.reporter  # makes the run's folder
         text = "\n".join([*self.layout.lines(), *(f"note: {note}" for note in self._notes())]) + "\n"
         write_atomically(self.run_dir.path / "placement.txt", text.encode())
         self.cluster.arrange(self.layout, self._run.section.stall_timeout_s, self.run_dir.path)
-        self._session = Session(
+        session = Session(
             self.cluster, self.setup.sources, self._settings, self.plans, self.args, self.rollout, self.run_dir.engine_log,
             *self._other_policies(), value_heads=self._value_heads(),
             adapters=[Adapter(s, seed_of(self.seed, "lora", i)) if s else None for i, s in enumerate(self.lora)],
-            seed=self.seed,
+            seed=self.seed, state=self.policy_state,
         )  # fmt: skip
-        weakref.finalize(self, self._session.close)
         for note in self._notes():
             self.display.say(f"note: {note}")
-        if self.train_dataset is not None:
-            _ = self._session.actors
+        return session
+
+    def _session_started(self, session: Session) -> None:
+        if self.train_dataset is not None and self.policy_state.folder is None:
+            _ = session.actors  # while engines start; what was kept is often looked at only
 
     # --- what subclasses add
     def _other_roles(self) -> Rates:

@@ -62,7 +62,7 @@ def read_critic_sources(
         raise ConfigError(Problem("critic_model_name", "required when actors are model objects: the critics' backbone"))
     listed = [setup.sources[min(i, len(setup.sources) - 1)] if c is None else c for i, c in enumerate(listed)]
     path = "critics" if critics is not None else "critic_model_name"
-    folders = folders_of(listed, [path] * len(roles), [r.replace(".", "_") for r in roles], copies)
+    folders = folders_of(listed, [path] * len(roles), list(map(folder_name, roles)), copies)
     if args.rl_algorithm == "iac":
         _check_room(args, setup, folders, path)
     tokenizer = _tokenizer(folders[0], setup)
@@ -83,6 +83,11 @@ def _tokenizer(folder: str, setup: TeamSetup) -> Any:
     from comlrl_ds.engines.loading import load_tokenizer
 
     return setup.team.tokenizers[0] if folder == setup.sources[0] else load_tokenizer(folder, "critic_model_name")
+
+
+def folder_name(role: str) -> str:
+    """Of a critic's folder among a trainer's saved models."""
+    return role.replace(".", "_")
 
 
 def own_row(sampled: SampledItem, agent: int, g: int, critic_type: str) -> tuple[int, ...]:
@@ -133,7 +138,7 @@ class Critics:
                 build_scalar, folder, session.plan(role), dropout=not args.disable_dropout,
                 attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
                 head_seed=seed_of(self._seed, "critic_head", k), hidden_dim=args.critic_value_head_hidden_dim,
-                lora=args.critic_lora, dropout_seed=session.dropout_seed(role),
+                lora=args.critic_lora, dropout_seed=session.dropout_seed(role), current=session.kept_of(folder_name(role)),
             )
             for k, (role, folder) in enumerate(zip(self.roles, self._sources.folders))
             if role not in session.others
@@ -167,7 +172,7 @@ class Critics:
     def save(self, folder: Path) -> None:
         """Writes critic or critic_0 … with their tokenizers."""
         session = self._session
-        targets = {role: folder / role.replace(".", "_") for role in self.roles if role in session.others}
+        targets = {role: folder / folder_name(role) for role in self.roles if role in session.others}
         session.cluster.run({role: call(ScalarEngine.save_pretrained, target) for role, target in targets.items()})
         for target in targets.values():
             self._sources.text.tokenizer.save_pretrained(target)

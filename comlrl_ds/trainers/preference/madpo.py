@@ -41,6 +41,10 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
     ) -> None:  # fmt: skip
         """Collect, then learn; an iterative trainer repeats this. Without any pair nothing is trained.
 
+        A further call goes on from the policies as they are: it collects and learns once more, with the rounds numbered on, and
+        learning-rate schedules begin anew; optimizers go on unless the trainer was closed. A call that an error or Ctrl-C
+        interrupted is continued by the next one where it stopped.
+
         With `resume`, an interrupted run goes on: nothing that it sampled, scored or paid for is sampled, scored or paid
         for again, training begins at the newest checkpoint, and the end is that of a run without interruption.
 
@@ -57,25 +61,20 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         self._checkpoint_options(resume_from_checkpoint, checkpoint_dir, checkpoint_interval, checkpoint_total_limit)
         if self._evaluates:
             self._eval_prompts(None, self.setup.prompt_builder())  # an over-long one shows before anything is loaded
-        if self.run_dir.complete_to(self.rounds):
-            self.display.say(f"this run is complete; its results are in {self.run_dir.path}")
+        progress = self._begin(resumes=resume_from_checkpoint is not None)
+        if progress is None:
             return
-        progress = self.progress = self._go_on()
-        for round in range(1, progress.round):  # replay and rewards mix them with what follows
+        self.progress = progress
+        for round in range(progress.first_round, progress.round):  # replay and rewards mix them with what follows
             self._check_asked(read_journal(self.run_dir.journal(round)), round, sampling)
         pairs: list[PreferencePair] = []
-        while progress.round <= self.rounds:
+        while progress.round <= self._last_round(progress):
             selected = self._select(self._pairs_of(progress, sampling), progress)
             if selected:
                 pairs = selected
                 self.train_on_pairs(pairs, progress)
             self._end_round(progress)
-        self._finish(pairs)
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of collection and training."""
-        return 1
+        self._finish(pairs, progress)
 
     # --- pairs
     @conducted
@@ -209,9 +208,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
         args, session, reporter = self.args, self.session, self.reporter
         progress = progress or Progress()
         steps = args.num_train_epochs * math.ceil(len(pairs) / args.batch_size)
-        if not progress.total_updates:
-            progress.total_updates = reporter.updates + steps * (self.rounds - progress.round + 1)
-            self._start_schedules(progress.total_updates)
+        self._expect_updates(progress, steps * (self._last_round(progress) - progress.round + 1))
         learner = self._learner()
         with self.display.bar("training", steps) as bar:
             while progress.epoch < args.num_train_epochs:
@@ -224,7 +221,7 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
                     batch = [pairs[k] for k in numbers]
                     session.to_training()
                     report = learner.step([p.tokens for p in batch])
-                    session.steps += not report.skipped
+                    session.stepped(not report.skipped)
                     reporter.step(report, batch)
                     if report.skipped:
                         file = self.round_folder.file(progress.round)
@@ -248,18 +245,18 @@ class MADPOTrainer(ResumableTrainer, PreferenceTrainer):
     def _end_round(self, progress: Progress) -> None:
         progress.next_round()
 
-    def _finish(self, pairs: Sequence[PreferencePair]) -> None:
+    def _finish(self, pairs: Sequence[PreferencePair], progress: Progress) -> None:
         """Saves the agents and says how they are."""
-        if not self.session.steps:
+        if self.session.steps == progress.first_step:
             self.display.say("no pair of different scores: nothing to learn from, the policies are unchanged")
-            self.run_dir.mark_complete(self.rounds)
+            self._end_call()
             return
-        self.save_model(self.run_dir.final)  # first: what follows needs engines, and one may have died meanwhile
+        self._save_own(self.run_dir.final)  # first: what follows needs engines, and one may have died meanwhile
         if self._evaluates:
             self._evaluate_once("after")
         if pairs:
             self._report_logprob_gap(pairs)
-        self.run_dir.mark_complete(self.rounds)
+        self._end_call()
         self.display.say(f"weights, metrics and samples are in {self.run_dir.path}")
         self._show_results()
 

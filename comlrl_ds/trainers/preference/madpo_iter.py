@@ -179,15 +179,20 @@ class MADPOIterTrainer(MADPOTrainer):
         """Which weights were compared with which; equal numbers are equal weights."""
         current = self._current_hashes()
         values: dict[str, float] = {agent_metric("iter/weights", i): h for i, h in enumerate(current)}
+        known = {policy.key: h for policy, h in zip(self.session.policies().values(), current)}
         for k, policy in enumerate(weights.values()):
-            # The key of weights on disk is their folder.
-            found = current[self.comparator.agent_of(k)] if policy.role else self._hash_on_disk(policy.key)
+            # The key of any other weights is the folder that they are in.
+            found = known[policy.key] if policy.key in known else self._hash_on_disk(policy.key)
             values[agent_metric("iter/comparator_weights", k)] = found
         return values
 
     def _current_hashes(self) -> list[int]:
         if self._hashes is None:
-            self._hashes = [self._hash_on_disk(self.session.start_of(i)) for i in range(self.args.num_actors)]
+            from comlrl_ds.engines.fingerprint import hash_on_disk
+
+            session = self.session
+            folders = [session.current_of(i) for i in range(self.args.num_actors)]
+            self._hashes = [hash_on_disk(folder, session.rollout_dtype) for folder in folders]
         return self._hashes
 
     def _hash_on_disk(self, folder: str) -> int:

@@ -17,6 +17,7 @@ from comlrl_ds.config.errors import Findings
 from comlrl_ds.config.lora_layers import check_lora
 from comlrl_ds.config.marlhf import MARLHFConfig, MARLHFIterConfig
 from comlrl_ds.engines.heads import ValueHead
+from comlrl_ds.engines.scalar import ScalarEngine
 from comlrl_ds.learners.madpo import NonFiniteError
 from comlrl_ds.learners.policy_gradient import PolicyGradientLearner, Samples, ValueTargets
 from comlrl_ds.maths.advantages import advantages, normalized
@@ -96,6 +97,8 @@ class RewardAndPolicyLearning(Base):
     def _start_schedules(self, total: int) -> None:
         self._total_updates = total
         super()._start_schedules(total)
+        critics = [role for role in self.args.critic_roles if role in self.session.others]
+        self.cluster.run({role: call(ScalarEngine.start_schedule, total) for role in critics})
 
     def _teaches(self, pair: PreferencePair) -> bool:
         """A reward model reads texts, of which at least one has to differ."""
@@ -114,18 +117,19 @@ class RewardAndPolicyLearning(Base):
         # Buffers count tasks, or with a critic responses, and hold whole tasks either way.
         size = args.rollout_buffer_size if args.reinforce else math.ceil(args.rollout_buffer_size / args.num_generations)
         buffers = math.ceil(len(prompts) / size)
-        if not progress.total_updates:
-            per_buffer = math.ceil(size * (1 if args.reinforce else args.num_generations) / args.batch_size)
-            rounds = self.rounds - progress.round + 1
-            progress.total_updates = self.reporter.updates + rounds * args.num_train_epochs * buffers * per_buffer
-            self._start_schedules(progress.total_updates)
+        per_buffer = math.ceil(size * (1 if args.reinforce else args.num_generations) / args.batch_size)
+        rounds = self._last_round(progress) - progress.round + 1
+        self._expect_updates(progress, rounds * args.num_train_epochs * buffers * per_buffer)
         rewards = self._rewards()
         if not progress.fitted:
             self.session.to_training()
             rewards.start()
+            self.policy_state.changed()
             rewards.fit(pairs, progress.round)
             progress.fitted = True
             self._save_now(progress)
+        elif REWARD_ROLE not in self.session.others:  # it was fitted before the trainer was closed
+            rewards.start(self.session.kept_of(REWARD_ROLE))
         self.session.rest(REWARD_ROLE)
         known = read_journal(self.run_dir.journal(progress.round))
         with (
@@ -231,7 +235,7 @@ class RewardAndPolicyLearning(Base):
     ) -> bool:  # fmt: skip
         """One step of the actors; whether it was skipped."""
         report = self._policy_learner().step(batch, worth, values)
-        self.session.steps += not report.skipped
+        self.session.stepped(not report.skipped)
         self.reporter.policy_step(report)
         if report.culprit:
             agent, k = report.culprit
@@ -280,20 +284,14 @@ class RewardAndPolicyLearning(Base):
         if self._saver is not None and self._saver.every:
             self._saver.save(self.session, self.reporter, progress, self.evaluations, self._more_state())
 
-    def save_model(self, folder: Any) -> None:
-        """Writes agent_0, agent_1 … and, where one is fitted, reward_model, each with its tokenizer."""
-        super().save_model(folder)
-        self._save_reward_model(folder)
-
-    @conducted
-    def _save_reward_model(self, folder: Any) -> None:
-        from comlrl_ds.engines.scalar import ScalarEngine
-
+    def _write_models(self, folder: Path) -> None:
+        """Adds reward_model, where one is fitted, and critics, each with its tokenizer."""
+        super()._write_models(folder)
         if REWARD_ROLE not in self.session.others:
             return
         if self.args.critic_roles:
-            self._critics().save(Path(folder).absolute())
-        target = Path(folder).absolute() / REWARD_ROLE
+            self._critics().save(folder)
+        target = folder / REWARD_ROLE
         self.cluster.run({REWARD_ROLE: call(ScalarEngine.save_pretrained, target)})
         self._reward_source.text.tokenizer.save_pretrained(target)
 
@@ -337,7 +335,13 @@ class MARLHFIterTrainer(RewardAndPolicyLearning, MADPOIterTrainer):
     @property
     def _scores_learned(self) -> bool:  # type: ignore[override]
         """With preference_scoring_reward "reward_model", as soon as there is one: the newest is the oracle."""
-        return self.args.preference_scoring_reward == "reward_model" and REWARD_ROLE in self.session.others
+        if self.args.preference_scoring_reward != "reward_model":
+            return False
+        kept = self.session.kept_of(REWARD_ROLE)
+        if REWARD_ROLE not in self.session.others and kept is not None:  # it was fitted before the trainer was closed
+            self.session.to_training()
+            self._rewards().start(kept)
+        return REWARD_ROLE in self.session.others
 
     def _score(self, items: Sequence[SampledItem]) -> None:
         self.session.to_training()

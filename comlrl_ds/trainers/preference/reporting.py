@@ -50,12 +50,13 @@ class Reporter:
             "evaluated_at": self.evaluated_at, "metrics_bytes": self._metrics.size,
         }  # fmt: skip
 
-    def restore(self, counters: Mapping[str, int] | None) -> None:
-        """Back to a checkpoint's counters; None is the start of the run. Later lines of the metrics are dropped."""
+    def restore(self, counters: Mapping[str, int] | None, *, cut: bool = True) -> None:
+        """Back to earlier counters; None is the start of the run. Args: cut: later lines of the metrics are dropped."""
         counters = counters or {}
         self.updates, self.env_step = counters.get("updates", 0), counters.get("env_step", 0)
         self.nonfinite_steps, self.evaluated_at = counters.get("nonfinite_steps", 0), counters.get("evaluated_at", -1)
-        self._metrics.cut(counters.get("metrics_bytes", 0))
+        if cut:
+            self._metrics.cut(counters.get("metrics_bytes", 0))
 
     def log(self, values: Mapping[str, float]) -> None:
         """Metrics at the present update."""

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from comlrl_ds.cluster import call
 from comlrl_ds.config.errors import ConfigError, Problem
-from comlrl_ds.runs.checkpoints import CheckpointError, CheckpointStore, read_checkpoint
+from comlrl_ds.runs.checkpoints import Checkpoint, CheckpointError, CheckpointStore, read_checkpoint
+from comlrl_ds.runs.metrics import last_counters
 from comlrl_ds.trainers.preference.conducted import conducted
-from comlrl_ds.trainers.preference.saving import Progress, Saver, find_checkpoint, restore, restore_engines
+from comlrl_ds.trainers.preference.saving import (
+    Progress,
+    Saver,
+    find_checkpoint,
+    plain_evaluations,
+    read_evaluations,
+    restore,
+    restore_engines,
+)
 
 if TYPE_CHECKING:
     from comlrl_ds.trainers.preference.base import PreferenceTrainer
@@ -27,8 +36,14 @@ class ResumableTrainer(Base):
     """
 
     progress: Progress | None = None
+    _interrupted = False  # the last call of `train` has begun and not ended
     _checkpoint_dir: Path | None = None
     _saver: Saver | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of collection and training in one call of `train`."""
+        return 1
 
     @conducted
     def save_checkpoint(self, folder: str | Path) -> None:
@@ -38,7 +53,7 @@ class ResumableTrainer(Base):
 
     @conducted
     def load_checkpoint(self, folder: str | Path) -> None:
-        """The next `train` goes on from this checkpoint.
+        """The next `train` goes on from this checkpoint, whatever the trainer has learned since.
 
         Args:
             folder: a checkpoint, a file in it, or a folder of checkpoints, of which the newest is taken.
@@ -88,16 +103,58 @@ class ResumableTrainer(Base):
             self.run_dir.allow_resume()
         elif resume is not None:
             self._resume_from(resume)
-        if self._checkpoint_dir and self._resume == "never" and CheckpointStore(self._checkpoint_dir).folders():
+        own = self._saver is not None and self._saver.store.folder == self._checkpoint_dir
+        if self._checkpoint_dir and not own and self._resume == "never" and CheckpointStore(self._checkpoint_dir).folders():
             message = f"{str(self._checkpoint_dir)!r} holds checkpoints; give another folder, or resume_from_checkpoint"
             raise ConfigError(Problem("checkpoint_dir", message))
 
-    def _go_on(self) -> Progress:
-        """With `resume`, everything goes back to the checkpoint that the run goes on from, if there is one."""
+    def _begin(self, resumes: bool) -> Progress | None:
+        """Where this call of `train` begins; None: there is nothing left to do.
+
+        A first call begins a run, or resumes the one in the folder. A further call goes on from the policies as they are, with
+        rounds, updates and files numbered on; one that was interrupted is continued.
+
+        Args:
+            resumes: this call itself was told to resume.
+        """
+        before, interrupted = self.progress, self._interrupted
+        if before is None:
+            progress = Progress()
+        elif interrupted or resumes:
+            progress = before
+        else:
+            steps, round = self.policy_state.steps, before.round
+            progress = Progress(call=before.call + 1, first_round=round, round=round, first_step=steps)
         store = CheckpointStore(self._checkpoint_dir or self.run_dir.checkpoints, self._checkpoint_limit)
+        if self._resume == "auto" and not interrupted and self._is_complete(progress):
+            return None
+        checkpoint = self._checkpoint_for(progress, store)
+        if checkpoint is not None and self._resume != "auto":
+            progress = Progress(**checkpoint.state["progress"])
+            if progress.round > self._last_round(progress) and self._is_complete(progress):
+                return None
         self._saver = Saver(store, *self._checkpoint_every, epochs=self.args.num_train_epochs)
-        if self._resume == "never" or not self.run_dir.holds_run:
-            return Progress()
+        if checkpoint is not None:
+            progress = self._restored(checkpoint)
+        elif interrupted and not self.policy_state.lost:
+            updates = self.reporter.updates
+            self.display.say(f"train() continues where it stopped, after update {updates} in round {progress.round}")
+            if self._session is not None:
+                self._session.discard_open_step()
+        elif progress.call > 1:
+            self._begin_again(progress, store)
+        else:
+            progress = self._begin_first()
+        self._saver.last = self.reporter.updates
+        self._resume = "never" if self._resume == "never" else "auto"  # a checkpoint is gone back to once
+        self._interrupted = True
+        return progress
+
+    def _checkpoint_for(self, progress: Progress, store: CheckpointStore) -> Checkpoint | None:
+        """The checkpoint that this call is resumed from, if it is."""
+        held = self._interrupted and self._session is not None  # engines hold more than any checkpoint does
+        if self._resume == "never" or not self.run_dir.holds_run or (held and self._resume == "auto"):
+            return None
         checkpoint, skipped = find_checkpoint(store, self._resume)
         for line in skipped:
             self.display.say(f"skipped: {line}")
@@ -106,20 +163,107 @@ class ResumableTrainer(Base):
                 Problem("--resume", f"no checkpoint can be used: {line}; --resume never in another run.dir starts anew")
                 for line in skipped
             )
+        if checkpoint is not None and self._resume == "auto":
+            saved = Progress(**checkpoint.state["progress"])
+            return checkpoint if saved.call >= progress.call else None
+        return checkpoint
+
+    def _restored(self, checkpoint: Checkpoint) -> Progress:
+        """Everything goes back to a checkpoint."""
+        state, held = self.policy_state, self._session
+        if state.lost or not state.on_disk or (held is not None and held.learned):
+            # Engines of rollouts that have seen later versions would take an earlier one of the same number for theirs.
+            self._end_session()
+            state.restart_from(None)
         session, reporter = self.session, self.reporter
-        if checkpoint is None:
-            reporter.restore(None)
-            self.display.say(f"going on with the run in {self.run_dir.path}: what is in its journal is not sampled again")
-            return Progress()
         progress, self.evaluations = restore(checkpoint, session, reporter)
         if progress.total_updates:
-            self._start_schedules(progress.total_updates)
+            self._start_schedules(progress.total_updates - progress.scheduled_at)
         self._start_others(checkpoint.state["roles"])
         restore_engines(checkpoint, session)
         self._restore_more(checkpoint.state)
-        self._saver.last = reporter.updates
         self.display.say(f"going on from update {reporter.updates} of {progress.total_updates}, {checkpoint.folder}")
         return progress
+
+    def _begin_first(self) -> Progress:
+        """The run begins, with what an interrupted one left in the folder where that may be resumed."""
+        state, left = self.policy_state, self._resume != "never" and self.run_dir.holds_run
+        if state.lost and (left or not state.steps):
+            state.restart_from(None)
+            left = True
+        if self._session is None:
+            state.check()
+        if left:
+            self.reporter.restore(None)
+            self.display.say(f"going on with the run in {self.run_dir.path}: what is in its journal is not sampled again")
+        return Progress()
+
+    def _begin_again(self, progress: Progress, store: CheckpointStore) -> None:
+        """A further call begins, in a process that resumes the run with the optimizers of its last checkpoint, if it wrote one
+        when the call before had ended.
+        """
+        if self._counters is not None:  # of the run as it ended; a further call of an earlier process may have left more
+            self.reporter.restore(self._counters)
+            self._counters = None
+            last, _ = store.newest()
+            if last is not None and Progress(**last.state["progress"]).round == progress.round:
+                self._restored(last)
+        self.session.scheduled = False
+        updates = self.reporter.updates
+        self.display.say(
+            f"train() is called again: it continues from the policies as they are after update {updates}, with round"
+            f" {progress.round}"
+        )
+
+    def _end_call(self) -> None:
+        """Notes where the run stands for a process that resumes it, and that the call has ended."""
+        assert self.progress
+        if self.policy_state.folder == self.run_dir.final and self.policy_state.on_disk:
+            more = {"counters": self.reporter.counters(), "evaluations": plain_evaluations(self.evaluations)}
+            self.policy_state.note(more | {"more": self._more_state()})
+        self.run_dir.mark_complete(self._last_round(self.progress))
+        self._interrupted = False
+
+    def _is_complete(self, progress: Progress) -> bool:
+        """Whether the run in the folder has come to the end of this call; its end is then this trainer's, too."""
+        if not self.run_dir.complete_to(self._last_round(progress)):
+            return False
+        self._adopt(progress)
+        self.display.say(f"this run is complete; its results are in {self.run_dir.path}")
+        return True
+
+    def _adopt(self, progress: Progress) -> None:
+        """The policies that the run in the folder ended with, and what is counted of it, are this trainer's from now on."""
+        progress.round = self._last_round(progress) + 1
+        self.progress, self._interrupted = progress, False
+        final, state = self.run_dir.final, self.policy_state
+        if not final.is_dir() or (state.folder == final and state.on_disk and not state.lost):
+            return
+        self._end_session()
+        noted = state.adopt(final)
+        self._counters = noted.get("counters") or last_counters(self.run_dir.metrics)
+        self.evaluations = read_evaluations(noted.get("evaluations", ()))
+        if "more" in noted:
+            self._restore_more(noted["more"])
+        if self._reporter is not None:
+            self._reporter.restore(self._counters, cut=False)
+
+    def _last_round(self, progress: Progress) -> int:
+        """Of the call."""
+        return progress.first_round + self.rounds - 1
+
+    def _expect_updates(self, progress: Progress, left: int) -> None:
+        """Starts the learning-rate schedules of a call when its first pairs are there, or of engines that were started anew.
+
+        Args:
+            left: updates that the call will still make, if this is its beginning.
+        """
+        if progress.total_updates and self.session.scheduled:
+            return
+        if not progress.total_updates:
+            progress.total_updates = self.reporter.updates + left
+        progress.scheduled_at = self.reporter.updates
+        self._start_schedules(max(1, progress.total_updates - progress.scheduled_at))
 
     def _save_if_due(self, progress: Progress, *, end_of_epoch: bool) -> None:
         saver = self._saver
@@ -137,6 +281,8 @@ class ResumableTrainer(Base):
         """Loads the engines of further roles that a checkpoint holds."""
 
     def _start_schedules(self, total: int) -> None:
+        """Starts schedules that last for so many updates."""
         from comlrl_ds.engines.engine import PolicyEngine
 
         self.cluster.run({role: call(PolicyEngine.start_schedule, total) for role in self.session.actors})
+        self.session.scheduled = True

@@ -74,8 +74,12 @@ class RewardLearner:
     def __init__(self, source: RewardSource, args: MARLHFConfig, session: Session, reporter: Reporter, seed: int) -> None:
         self._source, self._args, self._session, self._reporter, self._seed = source, args, session, reporter, seed
 
-    def start(self) -> None:
-        """Loads a fresh model: the source's backbone, and the head of the run's seed."""
+    def start(self, kept: str | None = None) -> None:
+        """Loads a fresh model: the source's backbone, and the head of the run's seed.
+
+        Args:
+            kept: folder of a fitted one, which is loaded instead.
+        """
         from comlrl_ds.engines.build import build_scalar
 
         args, session = self._args, self._session
@@ -83,7 +87,7 @@ class RewardLearner:
             build_scalar, self._source.folder, session.plan(REWARD_ROLE), dropout=not args.disable_dropout,
             attn_implementation=session.settings.attn_implementation, checkpointing=args.gradient_checkpointing,
             head_seed=seed_of(self._seed, "reward_head"), freeze_backbone=args.reward_freeze_backbone,
-            lora=args.reward_lora, dropout_seed=session.dropout_seed(REWARD_ROLE),
+            lora=args.reward_lora, dropout_seed=session.dropout_seed(REWARD_ROLE), current=kept,
         )  # fmt: skip
         session.start({REWARD_ROLE: build})
 

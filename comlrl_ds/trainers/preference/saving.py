@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,18 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        total_updates: of the whole run, expected; 0 until the first pairs are there.
+        call: of `train`, from 1. first_round: with which it began. first_step: the policies' steps then.
+        total_updates: at its end, expected; 0 until its first pairs are there.
+        scheduled_at: updates when the learning-rate schedules in use began, which last until total_updates.
         round: in work, from 1. collected: whether its pairs are there and reported. fitted: whether its reward model is.
         epoch: of the round, in work. batches: of the epoch, done.
     """
 
+    call: int = 1
+    first_round: int = 1
+    first_step: int = 0
     total_updates: int = 0
+    scheduled_at: int = 0
     round: int = 1
     collected: bool = False
     fitted: bool = False
@@ -70,8 +77,7 @@ class Saver:
         files = {name: (int(size), str(digest)) for part in written.values() for name, (size, digest) in part.items()}
         state = {
             "roles": session.engines, "progress": vars(progress), "counters": reporter.counters(), "steps": session.steps,
-            "world": session.world(), "bases": session.bases(),
-            "evaluations": [[name, e.items, e.rewards] for name, e in evaluations],
+            "world": session.world(), "bases": session.bases(), "evaluations": plain_evaluations(evaluations),
         }  # fmt: skip
         self.last = reporter.updates
         return self.store.seal(folder, state | (more or {}), files)
@@ -113,9 +119,17 @@ def restore(checkpoint: Checkpoint, session: Session, reporter: Reporter) -> tup
             message = f"{message}; resume with the placement of then, or {way} and start a new run from them"
             raise ConfigError(Problem("placement", message))
     reporter.restore(state["counters"])
-    session.steps = int(state["steps"])
-    evaluations = [(str(name), Evaluation(items, rewards)) for name, items, rewards in state["evaluations"]]
-    return Progress(**state["progress"]), evaluations
+    return Progress(**state["progress"]), read_evaluations(state["evaluations"])
+
+
+def plain_evaluations(evaluations: Sequence[tuple[str, Evaluation]]) -> list[list[Any]]:
+    """Named evaluations as plain types."""
+    return [[name, e.items, e.rewards] for name, e in evaluations]
+
+
+def read_evaluations(plain: Sequence[Sequence[Any]]) -> list[tuple[str, Evaluation]]:
+    """What `plain_evaluations` gave."""
+    return [(str(name), Evaluation(items, rewards)) for name, items, rewards in plain]
 
 
 def restore_engines(checkpoint: Checkpoint, session: Session) -> None:
@@ -123,3 +137,4 @@ def restore_engines(checkpoint: Checkpoint, session: Session) -> None:
     from comlrl_ds.engines.state import load_state
 
     session.cluster.run({role: call(load_state, checkpoint) for role in checkpoint.state["roles"]})
+    session.restored(int(checkpoint.state["steps"]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,13 @@ from comlrl_ds.rollout.adapters import adapter_on_disk, is_adapter
 from comlrl_ds.rollout.base import PolicyWeights, SyncReport
 from comlrl_ds.rollout.disk import mark_of, tensors_on_disk
 from comlrl_ds.rollout.start import Engines
+from comlrl_ds.trainers.preference.policy_state import PolicyState
 
 if TYPE_CHECKING:
     from comlrl_ds.engines.ds_config import EnginePlan
     from comlrl_ds.engines.heads import ValueHead
     from comlrl_ds.rollout.pool import RolloutPool
+    from comlrl_ds.trainers.preference.lifetime import EngineOwner
 
 
 @dataclass(frozen=True)
@@ -99,34 +102,43 @@ class Session:
         sources: model folder of each actor. comparators: of each comparator with a model of its own.
         swaps: whether engines will be given weights from disk. value_heads, adapters: of each actor;
             empty: they have none. seed: the run's.
+        state: the version of the policies. Its folder, where it has one, is what actors, critics and the reward model are
+            loaded from in place of their sources.
+
+    Attributes:
+        owner: the trainer that this is of, as a weak reference. scheduled: whether learning-rate schedules have been started.
     """
 
     def __init__(
         self, cluster: Cluster, sources: Sequence[str], settings: EngineSettings, plans: Mapping[str, EnginePlan],
         args: MADPOConfig, rollout: RolloutConfig, log: Path | None, comparators: Sequence[str] = (), swaps: bool = False,
         value_heads: Sequence[ValueHead] = (), adapters: Sequence[Adapter | None] = (), seed: int = 0,
+        state: PolicyState | None = None,
     ) -> None:  # fmt: skip
         self.cluster = cluster
-        if cluster.tenant is not None:
-            raise RuntimeError("another trainer of this process is still open; call its close() first")
-        cluster.tenant = self
+        self.owner: weakref.ref[EngineOwner] | None = None
+        self.state = state or PolicyState()
+        self._kept, self._moved, self.scheduled = self.state.folder, False, False
         self._sources, self._settings, self._plans, self._args = list(sources), settings, dict(plans), args
         types = {plans[actor_role(i)].dtype for i in range(len(sources))}
         compute = "bfloat16" if len(types) > 1 and "float32" in types else next(iter(types))
         self.rollout_dtype = compute if rollout.dtype == "auto" else rollout.dtype
         self.syncs: list[SyncReport] = []
         lora = [a.settings if a else None for a in adapters]
-        self._engines = Engines(
-            rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
-            comparators=comparators, swaps=swaps or any(adapters),
+        self._new_engines = partial(
+            Engines, rollout, sources, cluster=cluster, device=settings.device, dtype=self.rollout_dtype, log=log,
+            comparators=comparators, swaps=swaps or any(adapters) or self._kept is not None,
             adapters=adapter_room(rollout, settings.device, sources, lora, bool(comparators)),
         )  # fmt: skip
+        self._engines = self._new_engines()
+        cluster.tenant = self
+        self._renews_engines = False
         self._value_heads = list(value_heads)
         self.adapters: list[Adapter | None] = list(adapters) or [None] * len(sources)
-        self._started = False
+        self._loading = self._started = False
         self._away: set[str] = set()  # engines whose optimizer states are on the host
         self._resting: set[str] = set()
-        self.steps, self._seed = 0, seed
+        self._seed = seed
         self.learner: Any = None
         self._others: list[str] = []
 
@@ -199,14 +211,18 @@ class Session:
                 dropout=not args.disable_dropout, checkpointing=args.gradient_checkpointing, layout=args.row_layout,
                 chunk=args.logprob_chunk, value_head=self._value_heads[i] if self._value_heads else None,
                 lora=adapter.settings if adapter else None, lora_seed=adapter.seed if adapter else 0,
-                dropout_seed=self.dropout_seed(actor_role(i)),
+                dropout_seed=self.dropout_seed(actor_role(i)), current=self.kept_of(agent_name(i)),
             )  # fmt: skip
         self.cluster.join_groups(self._settings.device)
+        self._loading = True
         self.cluster.create(builds)
         self._started = True
 
     def pool(self) -> RolloutPool:
         """The rollout engines, ready to generate."""
+        if self._renews_engines:
+            self._engines.shutdown()
+            self._engines, self._renews_engines = self._new_engines(), False
         pool = self._engines.pool(lambda policy, engine, report: self.syncs.append(report))
         if self._engines.share_devices and self._started:
             self._put_away(self.engines)
@@ -236,10 +252,52 @@ class Session:
             self.cluster.run({role: call(ZeroEngine.put_away) for role in going})
             self._away |= set(going)
 
+    def renew_interrupted_engines(self) -> None:
+        """Where an error left engines in the middle of a generation, others take their place when they are next needed."""
+        self._renews_engines = self._engines.interrupted
+
+    def discard_open_step(self) -> None:
+        """Drops the gradient of a step that an error interrupted."""
+        from comlrl_ds.engines.base import ZeroEngine
+
+        if self._started:
+            self.cluster.run({role: call(ZeroEngine.discard) for role in self.engines})
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps behind the policies: their version."""
+        return self.state.steps
+
+    def stepped(self, taken: bool) -> None:
+        """A joint step of the actors has ended. Args: taken: whether they took it, or dropped it."""
+        self.state.stepped(taken)
+        self._moved |= taken
+
+    def restored(self, steps: int) -> None:
+        """Engines hold what a checkpoint held, after so many steps."""
+        self.state.steps = steps
+        self.state.changed()
+        self._moved = True
+
+    @property
+    def learned(self) -> bool:
+        """Whether the actors hold other weights than those that they were loaded with."""
+        return self._moved
+
     def start_of(self, agent: int) -> str:
         """Folder that an agent started from: a model's, or an adapter's of it."""
         adapter = self.adapters[agent]
         return (adapter.settings.adapter if adapter else None) or self._sources[agent]
+
+    def current_of(self, agent: int) -> str:
+        """Folder that an agent's actor is loaded from: `start_of` before it has learned, else what was kept of it."""
+        kept = self.kept_of(agent_name(agent)) if self._args.learns(agent) else None
+        return kept or self.start_of(agent)
+
+    def kept_of(self, model: str) -> str | None:
+        """Folder that a model, by its name in a saved run, is loaded from in place of its source; None: the source."""
+        folder = self._kept / model if self._kept is not None else None
+        return str(folder) if folder is not None and folder.is_dir() else None
 
     def policies(self) -> dict[str, PolicyWeights]:
         """Every agent's current weights: an actor's once it has learned, those on disk before."""
@@ -248,6 +306,10 @@ class Session:
             name = agent_name(i)
             if not self.steps or not self._args.learns(i):
                 policies[name] = policy_on_disk(name, self.start_of(i), source)
+                continue
+            if not self._moved:
+                # Named as the actor's would be: these are the same weights, and their folder may hold others later.
+                policies[name] = replace(policy_on_disk(name, self.current_of(i), source), key=f"{name}@{self.steps}")
                 continue
             role = actor_role(i)
             here = self.cluster.local(role)  # an engine in this process, too, takes the weights from it
@@ -264,9 +326,10 @@ class Session:
         if self.cluster.tenant is not self:
             return
         self.cluster.tenant = None
-        if self._started and self.cluster.reaches_all:
+        if self._loading and self.cluster.reaches_all:
+            actors = [actor_role(i) for i in range(len(self._sources))]
             with contextlib.suppress(ClusterFailure):  # then they are gone with their ranks
-                self.cluster.drop([*self.actors, *self._others])
+                self.cluster.drop([*actors, *self._others])
 
 
 def _weights_of(actor: Any, dtype: str) -> Any:
