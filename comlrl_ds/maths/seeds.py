@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 
+SEEDS = 1 << 63  # what is derived from a seed fits a signed 64-bit number, and so does a seed that a run takes by itself
+
 
 def seed_of(run_seed: int, stream: str, *key: int | str) -> int:
     """A stable 63-bit hash of (run seed, stream, key…), equal on every machine and Python.

@@ -81,6 +81,25 @@ class RunDir:
             write_atomically(file, uuid.uuid4().hex[:12].encode())
         return file.read_text()
 
+    @property
+    def recorded_seed(self) -> int | None:
+        """The seed of the run that it holds and that may be resumed; None where there is none.
+
+        Raises:
+            ConfigError: the recorded configuration is not YAML.
+        """
+        if not (self._resume and self.holds_run):
+            return None
+        seed = _flat(self._recorded()).get("run.seed")
+        return seed if isinstance(seed, int) else None
+
+    def _recorded(self) -> dict[str, Any]:
+        try:
+            found = yaml.safe_load((self.path / "config.yaml").read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(Problem("run.dir", f"{self.path / 'config.yaml'} is not YAML: {error}")) from None
+        return found if isinstance(found, dict) else {}
+
     def check_same(self, config: dict[str, Any]) -> None:
         """Raises ConfigError where the run in the folder was started with other settings than `config`, a problem each.
 
@@ -88,11 +107,7 @@ class RunDir:
         """
         if not self.holds_run:
             return
-        try:
-            before = yaml.safe_load((self.path / "config.yaml").read_text())
-        except yaml.YAMLError as error:
-            raise ConfigError(Problem("run.dir", f"{self.path / 'config.yaml'} is not YAML: {error}")) from None
-        old, new = _flat(before if isinstance(before, dict) else {}), _flat(yaml.safe_load(yaml.safe_dump(config)))
+        old, new = _flat(self._recorded()), _flat(yaml.safe_load(yaml.safe_dump(config)))
         where = f"in {str(self.path)!r}"
         problems = [
             Problem(name, f"is {new.get(name)!r}, but {old.get(name)!r} {where}; set it back, or give another run.dir")

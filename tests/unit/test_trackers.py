@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import yaml
 from wandb_files import offline_runs
@@ -36,38 +34,10 @@ def trainer(folder, model_folders, **changes):
     return MADPOTrainer(**(basic | changes))
 
 
-def lines(folder):
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-
-
 def refused(message, call):
     with pytest.raises(ConfigError) as caught:
         call()
     assert str(caught.value) == message
-
-
-def test_wandb_gets_the_metrics_the_settings_and_nothing_else_is_started(tmp_path, model_folders):
-    with trainer(tmp_path, model_folders, wandb_config=WANDB) as t:
-        t.train()
-    (run,) = offline_runs(tmp_path / "run")
-    assert (run.run.project, run.run.entity, run.run.display_name) == ("tides", "team", "third")
-    assert list(run.run.tags) == ["a", "b"] and run.run.run_id == t.run_dir.run_id
-    assert run.config["dataset_name"] == "sea" and run.config["dataset_type"] == "qa"
-    assert run.config["agent_learning_rate"] == 5e-6 and run.config["trainer"] == "madpo" and run.config["model_name"]
-    assert not (tmp_path / "run" / "tensorboard").exists()
-    # Every line of metrics.jsonl is in a row at the same step, but for the steps between those that show.
-    written = lines(tmp_path)
-    places = [row["env_step"] for row in written if "train/loss" in row]
-    shown = [row for row in run.rows if "train/loss" in row]
-    distant = [n for before, n in zip([0, *places], places) if before // 4 != n // 4]
-    assert [row["env_step"] for row in shown] == distant and len(distant) > 2
-    of_step = {row["env_step"]: row for row in written if "train/loss" in row}
-    for row in shown:
-        same = of_step[row["env_step"]]
-        assert all(row[k] == pytest.approx(v) for k, v in same.items() if k not in ("update", "time") and v is not None)
-    names = {name for row in run.rows for name in row}
-    wanted = {name for row in written for name in row} - {"update", "time"}
-    assert names == wanted and {"eval/turn_1/reward_mean", "turn_1/reward_mean", "collect/pairs", "train/loss"} <= names
 
 
 def test_both_trackers_by_report_to_alone_and_a_closed_run_goes_on(tmp_path, model_folders):

@@ -72,7 +72,9 @@ class PreferenceTrainer(EngineOwner):
         args: the settings.
         placement: device groups and the roles on them; None puts every role on all ranks.
         rollout: how completions are sampled. deepspeed: a DeepSpeed file or dict for every actor.
-        run_dir: where results go (default runs/<trainer>-<time>). seed: everything random follows from it.
+        run_dir: where results go (default runs/<trainer>-<time>).
+        seed: everything random follows from it. None: a resumed run keeps its own; any other takes torch.initial_seed() modulo
+            2⁶³, so that torch.manual_seed decides.
         report_to: trackers beside metrics.jsonl: "tensorboard", "wandb".
         stall_timeout_s: how long a rank may be silent or stand still before the run ends.
         verbose: print progress.
@@ -99,9 +101,10 @@ class PreferenceTrainer(EngineOwner):
         eval_logger: Callable[..., Any] | None = None, eval_aggregator: Callable[..., Any] | None = None,
         args: MADPOConfig | None = None, *, placement: PlacementConfig | Mapping[str, Any] | None = None,
         rollout: RolloutConfig | Mapping[str, Any] | None = None, deepspeed: Any = None, run_dir: str | Path | None = None,
-        seed: int = 0, report_to: str | Sequence[str] = (), stall_timeout_s: float = 1800, verbose: bool | None = None,
-        resume: str = "never", checkpoint_interval: int = 1, checkpoint_every_updates: int | None = None,
-        checkpoint_total_limit: int | None = 2, centralized_comparator_adapter: Any = None, lora: Any = None,
+        seed: int | None = None, report_to: str | Sequence[str] = (), stall_timeout_s: float = 1800,
+        verbose: bool | None = None, resume: str = "never", checkpoint_interval: int = 1,
+        checkpoint_every_updates: int | None = None, checkpoint_total_limit: int | None = 2,
+        centralized_comparator_adapter: Any = None, lora: Any = None,
     ) -> None:  # fmt: skip
         from comlrl_ds.engines.ds_config import read_deepspeed
         from comlrl_ds.engines.hardware import device_kind
@@ -135,7 +138,8 @@ class PreferenceTrainer(EngineOwner):
             "checkpoint_total_limit": checkpoint_total_limit,
         }  # fmt: skip
         self._run = run = read_run(self.kind, run_dir, wandb_config, resume, section)
-        self.seed, self.run_dir = run.section.seed, run.run_dir
+        self.run_dir = run.run_dir
+        self._seed = run.seed_in(self.run_dir)
         self._resume, self._checkpoint_limit = resume, run.section.checkpoint_total_limit
         self._checkpoint_every = (run.section.checkpoint_interval, run.section.checkpoint_every_updates)
         self.display = Display((run.section.wandb is None or run.section.wandb.verbose) if verbose is None else verbose)
@@ -222,6 +226,11 @@ class PreferenceTrainer(EngineOwner):
         own = [*self._copies.notes, *([] if self.args.disable_dropout else [DROPOUT_NOTE])]
         return list(dict.fromkeys([*self.layout.notes, *(n for plan in self.plans.values() for n in plan.notes), *own]))
 
+    @property
+    def seed(self) -> int:
+        """What everything random in the run follows from."""
+        return self._seed.value
+
     # --- what runs
     def _new_reporter(self) -> Reporter:
         config, resumed = self._resolved_config(), self.run_dir.holds_run
@@ -241,8 +250,8 @@ class PreferenceTrainer(EngineOwner):
             adapters=[Adapter(s, seed_of(self.seed, "lora", i)) if s else None for i, s in enumerate(self.lora)],
             seed=self.seed, state=self.policy_state,
         )  # fmt: skip
-        for note in self._notes():
-            self.display.say(f"note: {note}")
+        for line in (str(self._seed), *(f"note: {note}" for note in self._notes())):
+            self.display.say(line)
         return session
 
     def _session_started(self, session: Session) -> None:

@@ -79,6 +79,7 @@ class ResumableTrainer(Base):
                 raise ConfigError(Problem("resume_from_checkpoint", message))
             self.run_dir = type(self.run_dir)(home, resume=True)
         self.run_dir.allow_resume()
+        self._seed = self._run.seed_in(self.run_dir)
         self.run_dir.check_same(self._resolved_config())
 
     def _checkpoint_options(
